@@ -1,0 +1,269 @@
+"""Training the street world: the codec, the many-step teacher, and the four-step student.
+
+Each function is resumable (same folder, same arguments) and returns the trainer; `weights.pack` turns the three
+folders into the file that ships.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollcache.street.codec import Codec, to_patches
+from rollcache.street.data import HELD_OUT_SEED, LatentSet, WindowSample, load_clip, mirror_frames, sample_windows
+from rollcache.street.dit import DiTConfig, StreetDiT
+from rollcache.street.protocol import Protocol
+from rollcache.street.rig import RIG
+from rollcache.street.training import Trainer, muon_and_adamw
+
+OnStep = Callable[[Trainer], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecTraining:
+    """Budget and sizes of the codec's decoder training (its encoder is fitted in closed form)."""
+
+    minutes: float = 8.0
+    lr: float = 1.5e-3
+    batch: int = 24
+    channels: int = 24
+    fit_clips: int = 48
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherTraining:
+    """Budget and recipe of the flow-matching teacher."""
+
+    minutes: float = 90.0
+    lr: float = 2e-3
+    clean: float = 0.5  # probability that a context window is clean
+    context_noise: float = 0.3  # largest sd of the noise on clean context
+    three: float = 0.35  # probability of three windows per sample instead of two
+    compile: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudentTraining:
+    """Budget and recipe of the piecewise distillation."""
+
+    minutes: float = 12.0
+    lr: float = 5e-4
+    substeps: int = 3
+    context_noise: float = 0.3
+    seed: int = 1
+
+
+def train_codec(data: Path, folder: Path, config: CodecTraining, on_step: OnStep | None = None) -> Trainer:
+    """Fit the linear encoder and train the residual decoder on the clips in `data`."""
+    torch.manual_seed(config.seed)
+    codec = Codec(config.channels)
+    linear = folder / "linear.pt"
+    paths = sorted(p for p in data.glob("clip-??????-*.npz") if int(p.name[5:11]) < HELD_OUT_SEED)
+    held_out = sorted(p for p in data.glob("clip-??????-*.npz") if int(p.name[5:11]) >= HELD_OUT_SEED)
+    if not paths or not held_out:
+        raise ValueError(f"{data} needs training clips and held-out clips (seeds from {HELD_OUT_SEED}).")
+    if linear.exists():
+        codec.load_state_dict(torch.load(linear, weights_only=True), strict=False)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        codec.fit(_sample_patches(paths[: config.fit_clips]))
+        torch.save({k: getattr(codec, k) for k in ("mean", "basis", "scale")}, linear)
+    decoder = [p for n, p in codec.named_parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(decoder, lr=config.lr, betas=(0.9, 0.98))
+    trainer = Trainer(folder, codec, [optimizer], minutes=config.minutes, ema=0.99, seed=config.seed)
+    pool: list[dict[str, Tensor]] = []
+
+    def step(generator: torch.Generator) -> Tensor:
+        if not pool or torch.rand((), generator=generator) < 0.02:  # a slowly changing set of clips in memory
+            path = paths[int(torch.randint(len(paths), (), generator=generator))]
+            pool.append(load_clip(path)[0])
+            del pool[:-6]
+        frames = pool[int(torch.randint(len(pool), (), generator=generator))]
+        group = RIG[int(torch.multinomial(torch.tensor([2.0, 4.0, 1.0]), 1, generator=generator))]
+        target = _random_pairs(frames[group.name], config.batch, generator)
+        return _codec_loss(codec, target)
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        generator = torch.Generator().manual_seed(0)
+        losses = [_codec_mse(codec, load_clip(p)[0], generator) for p in held_out[:6]]
+        return float(-10 * torch.tensor(losses).mean().log10())
+
+    trainer.run(step, evaluate=evaluate, every=250, on_step=on_step)
+    return trainer
+
+
+def train_teacher(
+    data: Path, codec: Codec, folder: Path, config: TeacherTraining, on_step: OnStep | None = None
+) -> Trainer:
+    """Train the teacher: flow matching, an independent noise level per window, noisy context, held actions."""
+    torch.manual_seed(config.seed)
+    clips = LatentSet(data, codec)
+    held_out = LatentSet(data, codec, held_out=True, mirror=False)
+    model = StreetDiT(DiTConfig(channels=codec.channels))
+    _measure_priors(model, clips)
+    trainer = Trainer(folder, model, muon_and_adamw(model, config.lr), minutes=config.minutes, seed=config.seed)
+    model.train()
+    if config.compile:
+        for block in model.blocks:
+            block.compile(dynamic=False)
+    size = model.config.window
+
+    def step(generator: torch.Generator) -> Tensor:
+        if trainer.step % 100 == 99:
+            clips.refresh()
+        windows = 3 if torch.rand((), generator=generator) < config.three else 2
+        sample = sample_windows(clips.clips, windows, size, generator)
+        return flow_loss(model, sample, generator, clean=config.clean, context_noise=config.context_noise)
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        generator = torch.Generator().manual_seed(0)
+        samples = [sample_windows(held_out.clips, 2, size, generator) for _ in range(12)]
+        losses = [flow_loss(model, s, generator, clean=1.0, context_noise=0.0) for s in samples]
+        return float(torch.stack(losses).mean())
+
+    trainer.run(step, evaluate=evaluate, every=200, on_step=on_step)
+    return trainer
+
+
+def train_student(
+    data: Path, codec: Codec, teacher: StreetDiT, folder: Path, config: StudentTraining, on_step: OnStep | None = None
+) -> Trainer:
+    """Distil the teacher piece by piece: one student step reproduces `substeps` Euler steps of the teacher."""
+    torch.manual_seed(config.seed)
+    clips = LatentSet(data, codec)
+    student = copy.deepcopy(teacher)
+    teacher.eval().requires_grad_(False)
+    trainer = Trainer(
+        folder,
+        student,
+        muon_and_adamw(student, config.lr),
+        minutes=config.minutes,
+        ema=0.99,
+        decay=0.5,
+        seed=config.seed,
+    )
+    sigmas = Protocol().sigmas
+    size = student.config.window
+
+    def step(generator: torch.Generator) -> Tensor:
+        sample = sample_windows(clips.clips, 2, size, generator)
+        noise = torch.randn(sample.x0.shape, generator=generator)
+        x0, context = _noisy_context(sample, config.context_noise, generator)
+        i = int(torch.randint(len(sigmas) - 1, (), generator=generator))
+        t0, t1 = float(sigmas[i]), float(sigmas[i + 1])
+        z = x0.clone()
+        last = slice(size, 2 * size)
+        z[:, last] = (1 - t0) * x0[:, last] + t0 * noise[:, last]
+        rest = (sample.action, context, sample.known, sample.time)
+
+        def velocity(model: StreetDiT, z: Tensor, t: float) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return model(z, torch.tensor([[0.0, t]]), *rest)[:, last]
+
+        with torch.no_grad():
+            y = z.clone()
+            levels = torch.linspace(t0, t1, config.substeps + 1).tolist()
+            for a, b in itertools.pairwise(levels):
+                y[:, last] = y[:, last] - (a - b) * velocity(teacher, y, a)
+            target = (z[:, last] - y[:, last]) / (t0 - t1)
+        return F.mse_loss(velocity(student, z, t0), target)
+
+    trainer.run(step, every=50, on_step=on_step)
+    return trainer
+
+
+def flow_loss(
+    model: StreetDiT, sample: WindowSample, generator: torch.Generator, *, clean: float, context_noise: float
+) -> Tensor:
+    """Flow-matching loss, weighted to unit variance at every noise level; the last window is always noisy."""
+    size = model.config.window
+    windows = sample.known.shape[1]
+    t = torch.sigmoid(0.3 + 1.2 * torch.randn(1, windows, generator=generator))
+    is_clean = torch.rand(1, windows, generator=generator) < clean
+    is_clean[:, -1] = False
+    t = torch.where(is_clean, torch.zeros(()), t)
+    base, context = _noisy_context(sample, context_noise, generator)
+    t_n = t.repeat_interleave(size, 1)[..., None, None]
+    noise = torch.randn(sample.x0.shape, generator=generator)
+    z = torch.where(t_n > 0, (1 - t_n) * sample.x0 + t_n * noise, base)
+    with torch.autocast("cpu", torch.bfloat16):
+        v = model(z, t, sample.action, context, sample.known, sample.time)
+    known_n = sample.known.repeat_interleave(size, 1)[..., None, None]
+    _, spread = model._linear_guess(z, t_n, context.repeat_interleave(size, 1), known_n, windows)
+    error = ((v - (noise - sample.x0)) / spread).square() * (t_n > 0)
+    return error.mean() / (t_n > 0).float().mean()
+
+
+def _noisy_context(sample: WindowSample, most: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Clean latents and context latents with the noise that stands in for the model's own errors."""
+
+    def noise(x: Tensor, share: float) -> Tensor:
+        on = float(torch.rand((), generator=generator) < share)
+        sd = on * most * torch.rand((), generator=generator)
+        return x + sd * torch.randn(x.shape, generator=generator)
+
+    return noise(sample.x0, 0.5), noise(sample.context, 0.6)
+
+
+def _measure_priors(model: StreetDiT, clips: LatentSet) -> None:
+    """Spread of the latents around the context latent, per distance and channel, measured on the data."""
+    generator = torch.Generator().manual_seed(0)
+    size = model.config.window
+    samples = [sample_windows(clips.clips, 1, size, generator) for _ in range(200)]
+    samples = [s for s in samples if s.known.all()]
+    gap = torch.cat([s.x0 - s.context for s in samples])  # [K, size, P, Z]
+    model.prior_sd.copy_(gap.square().mean((0, 2)).sqrt().clamp_min(0.05))
+    model.bare_sd.copy_(torch.cat([s.x0 for s in samples]).square().mean((0, 1, 2)).sqrt())
+
+
+def _sample_patches(paths: list[Path], per_clip: int = 8000) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    out = []
+    for path in paths:
+        frames, _ = load_clip(path)
+        for side in (frames, mirror_frames(frames)):
+            for group in RIG:
+                flat = to_patches(side[group.name]).flatten(0, 3)
+                out.append(flat[torch.randint(len(flat), (per_clip // 6,), generator=generator)])
+    return torch.cat(out)
+
+
+def _random_pairs(frames: Tensor, n: int, generator: torch.Generator) -> Tensor:
+    """`n` random frame pairs [n, 2, 3, H, W] in [0, 1] of one group's clip [T, V, H, W, 3]."""
+    t = 2 * torch.randint(frames.shape[0] // 2, (n,), generator=generator)
+    v = torch.randint(frames.shape[1], (n,), generator=generator)
+    pairs = torch.stack((frames[t, v], frames[t + 1, v]), 1)
+    if torch.rand((), generator=generator) < 0.5:
+        pairs = pairs.flip(3)
+    return pairs.permute(0, 1, 4, 2, 3).float() / 255
+
+
+def _pairs_to_latents(codec: Codec, target: Tensor) -> Tensor:
+    patches = to_patches(target.permute(1, 0, 3, 4, 2))[0]  # [n, h, w, PATCH_DIM]
+    return ((patches - codec.mean) @ codec.basis.T / codec.scale).permute(0, 3, 1, 2)
+
+
+def _codec_loss(codec: Codec, target: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        image = codec.decode_images(_pairs_to_latents(codec, target))
+    return F.mse_loss(image.float(), target)
+
+
+def _codec_mse(codec: Codec, frames: dict[str, Tensor], generator: torch.Generator) -> float:
+    errors = []
+    for group in RIG:
+        target = _random_pairs(frames[group.name], 12, generator)
+        image = codec.decode_images(_pairs_to_latents(codec, target)).clamp(0, 1)
+        errors.append((image - target).square().mean() * len(group.cameras))
+    return float(sum(errors) / sum(len(g.cameras) for g in RIG))

@@ -1,0 +1,108 @@
+"""The weights that ship: one float16 safetensors file with its SHA-256 beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rollcache.street.codec import Codec
+from rollcache.street.dit import DiTConfig, StreetDiT
+
+DEFAULT = Path(__file__).parent / "checkpoints" / "street-v1.safetensors"
+
+
+class WeightsError(ValueError):
+    """A weights file is missing, damaged, or made for another model."""
+
+
+def pack(path: Path, model: StreetDiT, codec: Codec, facts: dict[str, Any]) -> str:
+    """Write model and codec as float16 to `path` with `facts` (how it was made); returns the SHA-256.
+
+    The linear part of the codec stays float32: it defines the latent space.
+    """
+    tensors: dict[str, Tensor] = {f"dit.{k}": v.half() for k, v in model.state_dict().items()}
+    for key, value in codec.state_dict().items():
+        linear = key in ("mean", "basis", "scale")
+        tensors[f"codec.{key}"] = value.float() if linear else value.half()
+    meta = {"config": json.dumps(asdict(model.config)), "facts": json.dumps(facts)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    save_file({k: v.contiguous() for k, v in tensors.items()}, part, metadata=meta)
+    digest = _sha256(part)
+    part.replace(path)
+    _digest_path(path).write_text(f"{digest}  {path.name}\n")
+    return digest
+
+
+def load(path: Path | None = None) -> tuple[StreetDiT, Codec]:
+    """Read the shipped weights, or those of `path`, as float32 modules; verifies the checksum first."""
+    path = path or DEFAULT
+    _verify(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            config = DiTConfig(**json.loads((file.metadata() or {})["config"]))
+            tensors = {k: file.get_tensor(k).float() for k in file.keys()}  # noqa: SIM118  (not a dict)
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise WeightsError(f"{path} is no weights file of the street world ({error}).") from error
+    model, codec = StreetDiT(config), Codec(config.channels)
+    for module, prefix in ((model, "dit."), (codec, "codec.")):
+        part = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        try:
+            module.load_state_dict(part)
+        except RuntimeError as error:
+            raise WeightsError(f"{path} does not fit {type(module).__name__}: {error}") from error
+    return model, codec
+
+
+def describe(path: Path | None = None) -> dict[str, Any]:
+    """Facts stored with a weights file: name, SHA-256, sizes, how it was made."""
+    path = path or DEFAULT
+    _verify(path)
+    with safe_open(path, framework="pt") as file:
+        meta = file.metadata() or {}
+    return {
+        "file": path.name,
+        "sha256": _sha256(path),
+        "bytes": path.stat().st_size,
+        "config": json.loads(meta["config"]),
+        "facts": json.loads(meta["facts"]),
+    }
+
+
+def _verify(path: Path) -> None:
+    if not path.exists():
+        raise WeightsError(
+            f"no weights at {path}; reinstall rollcache, or train your own: rollcache street train --help"
+        )
+    recorded = _digest_path(path)
+    if not recorded.exists():
+        raise WeightsError(f"{recorded.name} is missing beside {path}; the file cannot be verified.")
+    want, got = recorded.read_text().split()[0], _sha256(path)
+    if want != got:
+        raise WeightsError(
+            f"{path} is damaged: its SHA-256 is {got[:12]}..., recorded is {want[:12]}...; reinstall rollcache."
+        )
+
+
+def _digest_path(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def average_of(folder: Path) -> dict[str, Tensor]:
+    """The averaged weights of a training folder's checkpoint."""
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    average: dict[str, Tensor] = state["average"]
+    return average
