@@ -13,10 +13,7 @@ and are checked. Without weights the metric has no value and says which file to 
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,31 +23,33 @@ import torch
 from torch import Tensor, nn
 
 from rollcache.measure.frames import Frames, Names, camera_names, check_pair
+from rollcache.measure.learned import FeatureDistance, WeightsError, batched, fill, read_checked, split_state
 from rollcache.measure.metric import Metric, over_cameras
 
 ENVIRONMENT = "ROLLCACHE_LPIPS_WEIGHTS"
 HEADS = Path(__file__).with_name("lpips_heads.safetensors")
 AT_MOST = 48  # frames scored by default
-SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
-
-
-class WeightsError(ValueError):
-    """A weights file that was asked for cannot be used."""
 
 
 @dataclass(frozen=True)
 class Net:
-    """One LPIPS backbone: its feature taps (indices after which features are read) and its usual weight files."""
+    """One LPIPS backbone.
+
+    Attributes:
+        taps: Layers after which features are compared.
+        smallest: Pixels a side; below it a pooling layer runs out of input.
+        files: Names of its usual weight files, newest first.
+    """
 
     taps: tuple[int, ...]
-    smallest: int  # pixels: below it a pooling layer runs out of input
+    smallest: int
     files: tuple[str, ...]
 
 
 NETS: dict[str, Net] = {
     "alex": Net((1, 4, 7, 9, 11), 31, ("alexnet-owt-7be5be79.pth", "alexnet-owt-4df8aa71.pth")),
     "vgg16": Net((3, 8, 15, 22, 29), 16, ("vgg16-397923af.pth",)),
-    "squeeze": Net((1, 4, 7, 9, 10, 11, 12), 24, ("squeezenet1_1-b8a52dc0.pth",)),
+    "squeeze": Net((1, 4, 7, 9, 10, 11, 12), 17, ("squeezenet1_1-b8a52dc0.pth",)),
 }
 
 
@@ -71,7 +70,7 @@ class Fire(nn.Module):
 
 def backbone(net: str) -> nn.Sequential:
     """The features of AlexNet, VGG-16 or SqueezeNet 1.1 up to the last tap, numbered as in torchvision."""
-    check_net(net)
+    _spec(net)
     layers: list[nn.Module]
     if net == "alex":
         layers = [
@@ -99,50 +98,6 @@ def backbone(net: str) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-class Lpips(nn.Module):
-    """LPIPS v0.1 of one backbone.
-
-    Args:
-        net: "alex", "vgg16" or "squeeze".
-        features: State dict of `backbone(net)`.
-        heads: One weight vector per tap, `[C_tap]`; default: those of LPIPS v0.1, in the package.
-
-    Raises:
-        WeightsError: keys or shapes are not those of the network.
-    """
-
-    def __init__(self, net: str, features: Mapping[str, Tensor], heads: list[Tensor] | None = None) -> None:
-        super().__init__()
-        self.net = net
-        self.taps = NETS[check_net(net)].taps
-        self.features = backbone(net)
-        try:
-            self.features.load_state_dict(dict(features))
-        except RuntimeError as error:
-            raise WeightsError(f"these are not the features of {net}: {error}") from error
-        self.heads = bundled_heads(net) if heads is None else heads
-        self.requires_grad_(False).eval()
-
-    @torch.no_grad()
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Distance of image pairs: two `[N, H, W, 3]` in [0, 1] -> `[N]`; 0 for equal images."""
-        total = torch.zeros(x.shape[0], dtype=x.dtype, device=x.device)
-        for head, f, g in zip(self.heads, self._tapped(x), self._tapped(y), strict=True):
-            difference = (_unit(f) - _unit(g)).square()  # [N, C, h, w]
-            total += torch.einsum("nchw,c->nhw", difference, head).mean((1, 2))
-        return total
-
-    def _tapped(self, x: Tensor) -> list[Tensor]:
-        shift, scale = (torch.tensor(v, dtype=x.dtype, device=x.device) for v in (SHIFT, SCALE))
-        h = ((2 * x - 1 - shift) / scale).movedim(-1, 1)  # [N, 3, H, W]
-        found = []
-        for i, layer in enumerate(self.features):
-            h = layer(h)
-            if i in self.taps:
-                found.append(h)
-        return found
-
-
 def lpips(
     test: Frames,
     reference: Frames,
@@ -168,14 +123,11 @@ def lpips(
         WeightsError: a file that the caller or the environment named is missing, corrupt or of another network.
         ValueError: unknown net, cameras too small for it, or frames that do not match (`FrameError`).
     """
-    check_net(net)
+    smallest = _spec(net).smallest
     check_pair(test, reference)
-    smallest = NETS[net].smallest
     chosen = camera_names(test, names)
     if small := [n for group, x in test.items() for n in chosen[group] if min(x.shape[2:4]) < smallest]:
-        raise ValueError(
-            f"LPIPS {net} needs cameras of at least {smallest} pixels a side; too small: {', '.join(small)}"
-        )
+        raise ValueError(f"LPIPS {net} needs cameras of {smallest} pixels a side; too small: {', '.join(small)}")
     found = load(net, weights)
     if isinstance(found, Metric):
         return found
@@ -185,84 +137,34 @@ def lpips(
     )
 
 
-def load(net: str = "alex", weights: str | os.PathLike[str] | None = None) -> tuple[Lpips, dict[str, Any]] | Metric:
+def load(
+    net: str = "alex", weights: str | os.PathLike[str] | None = None
+) -> tuple[FeatureDistance, dict[str, Any]] | Metric:
     """The model and the settings to record with its results, or a metric that says why there is none.
 
     Raises:
         WeightsError: a file that the caller or the environment named is missing, corrupt or of another network.
     """
-    check_net(net)
+    spec = _spec(net)
     settings: dict[str, Any] = {"net": net, "version": "0.1"}
-    named = weights or os.environ.get(ENVIRONMENT)
-    if named:
-        path = Path(named)
-        if not path.is_file():
-            raise WeightsError(f"no LPIPS weights file at {path}")
-        try:
-            return _read(net, path, settings)
-        except ModuleNotFoundError as error:
-            return _unavailable(settings, "safetensors missing", f"LPIPS heads need safetensors: {error}.")
     folder = Path(torch.hub.get_dir()) / "checkpoints"
-    for path in (folder / name for name in NETS[net].files):
-        if path.is_file():
-            try:
-                return _read(net, path, settings)
-            except WeightsError as error:
-                return _unavailable(settings, "bad weights", str(error))
-            except ModuleNotFoundError as error:
-                return _unavailable(settings, "safetensors missing", f"LPIPS heads need safetensors: {error}.")
-    return _unavailable(
-        settings,
-        "no weights",
-        f"LPIPS ({net}) needs torchvision's {NETS[net].files[0]}: put it in {_home(folder)}, "
-        f"or name it with --lpips-weights or {ENVIRONMENT}.",
-    )
-
-
-def split_state(state: Mapping[str, Any], net: str) -> tuple[dict[str, Tensor], list[Tensor] | None]:
-    """Backbone and heads from any accepted state dict; heads are None when the file has none."""
-    wanted = set(backbone(net).state_dict())
-    features: dict[str, Tensor] = {}
-    heads: dict[int, Tensor] = {}
-    for key, value in state.items():
-        if head := re.fullmatch(r"lin(\d+)\.model\.1\.weight", key):
-            heads[int(head[1])] = value.flatten()
-            continue
-        short = re.sub(r"^(features\.|net\.slice\d+\.)", "", key)
-        if short in wanted:
-            features[short] = value
-    if missing := sorted(wanted - set(features)):
-        raise WeightsError(
-            f"this is no {net} backbone: {len(missing)} tensors are missing, the first is {missing[0]!r}"
+    named = weights or os.environ.get(ENVIRONMENT)
+    path = Path(named) if named else next((folder / f for f in spec.files if (folder / f).is_file()), None)
+    if path is None:
+        reason = (
+            f"LPIPS ({net}) needs torchvision's {spec.files[0]}: put it in {_home(folder)}, "
+            f"or name it with --lpips-weights or {ENVIRONMENT}."
         )
-    return features, [heads[i] for i in sorted(heads)] if len(heads) == len(NETS[net].taps) else None
-
-
-def read_checked(path: Path) -> tuple[dict[str, Any], str]:
-    """A state dict and the SHA-256 of its file; the checksum in the file's name, when there, must agree.
-
-    Raises:
-        WeightsError: unreadable, not a state dict, or the checksum differs.
-    """
-    digest = hashlib.sha256()
+        return Metric("lpips", settings=settings, short="no weights", reason=reason)
     try:
-        with path.open("rb") as file:
-            while piece := file.read(1 << 20):
-                digest.update(piece)
-    except OSError as error:
-        raise WeightsError(f"{path.name}: {error.strerror}") from error
-    said = re.search(r"-([0-9a-f]{8})\.pth$", path.name)
-    if said and not digest.hexdigest().startswith(said[1]):
-        raise WeightsError(
-            f"{path.name} is corrupt: its SHA-256 starts with {digest.hexdigest()[:8]}, not {said[1]}; fetch it again"
-        )
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise WeightsError(f"{path.name} is not a readable weights file ({type(error).__name__})") from error
-    if not isinstance(state, Mapping):
-        raise WeightsError(f"{path.name} holds a {type(state).__name__}, not a state dict")
-    return dict(state), digest.hexdigest()
+        return _read(net, path, settings)
+    except WeightsError as error:
+        if named:
+            raise
+        return Metric("lpips", settings=settings, short="bad weights", reason=str(error))
+    except ModuleNotFoundError as error:
+        reason = f"The heads of LPIPS are read with the {error.name} package: pip install 'rollcache[bench]'."
+        return Metric("lpips", settings=settings, short=f"{error.name} missing", reason=reason)
 
 
 @cache
@@ -271,47 +173,29 @@ def bundled_heads(net: str) -> list[Tensor]:
     from safetensors.torch import load_file
 
     held = load_file(HEADS)
-    return [held[f"{net}.{i}"] for i in range(len(NETS[net].taps))]
+    return [held[f"{net}.{i}"] for i in range(len(_spec(net).taps))]
 
 
-def batched(model: nn.Module, pixels: int = 1 << 18) -> Any:
-    """Score frames in slices of about `pixels` pixels, so that memory does not grow with the rollout."""
+def _read(net: str, path: Path, settings: dict[str, Any]) -> tuple[FeatureDistance, dict[str, Any]]:
+    state, digest = read_checked(path)
+    features, taps = backbone(net), _spec(net).taps
+    try:
+        tensors, heads = split_state(state, features)
+        fill(features, tensors)
+    except WeightsError as error:
+        raise WeightsError(f"{path.name} is not for LPIPS {net}: {error}") from error
+    heads = heads if len(heads) == len(taps) else bundled_heads(net)
+    return FeatureDistance(features, taps, heads), {**settings, "weights_sha256": digest}
 
-    def score(x: Tensor, y: Tensor) -> Tensor:
-        size = max(1, pixels // (x.shape[1] * x.shape[2]))
-        return torch.cat([model(a, b) for a, b in zip(torch.split(x, size), torch.split(y, size), strict=True)])
 
-    return score
-
-
-def check_net(net: str) -> str:
-    """`net` itself when it is known."""
+def _spec(net: str) -> Net:
     if net not in NETS:
         raise ValueError(f"unknown LPIPS net {net!r}; choose from {', '.join(NETS)}")
-    return net
-
-
-def _read(net: str, path: Path, settings: dict[str, Any]) -> tuple[Lpips, dict[str, Any]]:
-    state, digest = read_checked(path)
-    try:
-        features, heads = split_state(state, net)
-        model = Lpips(net, features, heads)
-    except WeightsError as error:
-        raise WeightsError(f"{path.name}: {error}") from error
-    return model, {**settings, "weights_sha256": digest}
-
-
-def _unavailable(settings: dict[str, Any], short: str, reason: str) -> Metric:
-    return Metric("lpips", settings=settings, short=short, reason=reason)
+    return NETS[net]
 
 
 def _home(path: Path) -> str:
     return f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)
-
-
-def _unit(features: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(features, dim=1, keepdim=True)
-    return features / (norm + 1e-10)
 
 
 def _ceil_pool() -> nn.MaxPool2d:
