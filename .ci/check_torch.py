@@ -4,10 +4,12 @@ import sys
 
 import torch
 
+ADVICE = """\
+torch {version} is a CUDA build, but this machine has no GPU that it can use. Do one of these and run make again:
+  install the CPU build into this environment by hand (choose CPU in PyTorch's install selector),
+  point pip at it with PIP_FLAGS="...",
+  or keep this build with ALLOW_CUDA=1."""
+
 if torch.version.cuda is not None and not torch.cuda.is_available() and "--allow-cuda" not in sys.argv[1:]:
-    sys.exit(
-        f"torch {torch.__version__} is a CUDA build, but this machine has no GPU that it can use. Install the CPU build "
-        "into this environment by hand (choose CPU in PyTorch's install selector) and run make again, or point pip at it "
-        "with PIP_FLAGS, or keep this build with ALLOW_CUDA=1."
-    )
+    sys.exit(ADVICE.format(version=torch.__version__))
 print(f"torch {torch.__version__}, {'CUDA' if torch.cuda.is_available() else 'CPU'}")

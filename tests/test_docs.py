@@ -157,12 +157,8 @@ def test_blocks_are_found_with_their_lines_and_marks():
 
 def test_blocks_of_a_page_share_names_and_a_failing_one_fails():
     namespace: dict = {}
-    assert (
-        run_page(
-            "p", "```python\nx = 2\n```\n```python\n>>> x + 1\n3\n>>> y = 5\n```\n```python\nz = y\n```\n", namespace
-        )
-        == 3
-    )
+    page = "```python\nx = 2\n```\n```python\n>>> x + 1\n3\n>>> y = 5\n```\n```python\nz = y\n```\n"
+    assert run_page("p", page, namespace) == 3
     assert namespace["z"] == 5
     with pytest.raises(ZeroDivisionError) as caught:
         run_page("p", "text\n\n```python\n\n1 / 0\n```\n", {})
