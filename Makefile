@@ -61,15 +61,15 @@ $(VENV)/.python:
 
 $(VENV)/.torch: $(VENV)/.python
 	$(PIP) "$(TORCH_SPEC)"
-	@$(BIN)/python .ci/check_torch.py $(if $(ALLOW_CUDA),--allow-cuda)
+	@$(BIN)/python -W ignore .ci/check_torch.py $(if $(ALLOW_CUDA),--allow-cuda)
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.torch pyproject.toml
 	$(PIP) --quiet --editable ".[bench]"
-	@$(BIN)/python .ci/check_torch.py $(if $(ALLOW_CUDA),--allow-cuda)
+	@$(BIN)/python -W ignore .ci/check_torch.py $(if $(ALLOW_CUDA),--allow-cuda)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
 	$(PIP) --quiet --editable ".[test]"
-	@$(BIN)/python .ci/check_torch.py $(if $(ALLOW_CUDA),--allow-cuda)
+	@$(BIN)/python -W ignore .ci/check_torch.py $(if $(ALLOW_CUDA),--allow-cuda)
 	@touch $@ $(VENV)/.bench
