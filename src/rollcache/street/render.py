@@ -13,8 +13,8 @@ import numpy as np
 
 from rollcache.street.ego import CAMERA_HEIGHT
 from rollcache.street.rig import RIG, ViewGroup
-from rollcache.street.scene import VIEW_DISTANCE, Episode
-from rollcache.street.scene_mesh import GROUND, MARK, SOLID, Batch, Colour, Mesh, rng_of
+from rollcache.street.scene import Episode, view_distance
+from rollcache.street.scene_mesh import DETAIL, GROUND, MARK, SOLID, Batch, Colour, Mesh, rng_of
 from rollcache.street.scene_objects import agent_mesh
 from rollcache.street.scene_textures import textures
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 Array = np.ndarray
-HAZE: tuple[tuple[float, float], ...] = ((38.0, 0.10), (58.0, 0.14), (80.0, 0.18), (102.0, 0.24), (122.0, 0.34), (138.0, 0.5))  # radius in metres, opacity
+TILE = 40.0  # metres; the unit of culling
+DETAIL_DISTANCE = 55.0  # metres
+HAZE: tuple[tuple[float, float], ...] = ((0.26, 0.10), (0.39, 0.14), (0.53, 0.18), (0.67, 0.24), (0.80, 0.34), (0.92, 0.5))  # radius as a share of the view, opacity
 SKIES: tuple[tuple[Colour, Colour], ...] = (  # zenith, horizon
     ((0.36, 0.58, 0.86), (0.80, 0.87, 0.92)),
     ((0.46, 0.62, 0.80), (0.87, 0.87, 0.84)),
@@ -50,12 +52,12 @@ class Renderer:
         RuntimeError: panda3d's software display is not to be had.
     """
 
-    def __init__(self, supersample: int = 3) -> None:
+    def __init__(self, supersample: int = 2) -> None:
         self.p: Any = _panda()
         self.scale = supersample
         p = self.p
         p.loadPrcFileData("", "notify-level-display error\nnotify-level-tinydisplay error\naudio-library-name null\n")
-        self.engine = p.GraphicsEngine.getGlobalPtr()
+        self.engine = p.GraphicsEngine()
         self.pipe = p.GraphicsPipeSelection.getGlobalPtr().makePipe("TinyOffscreenGraphicsPipe", "p3tinydisplay")
         if self.pipe is None:
             raise RuntimeError("panda3d has no software display (p3tinydisplay) here; reinstall panda3d")
@@ -69,7 +71,8 @@ class Renderer:
         self.agents: dict[tuple[str, Colour], Any] = {}
         self.episode: Episode | None = None
         self.static: Any = None
-        self.shown: list[tuple[Any, tuple[float, float, float, float]]] = []
+        self.shown: list[tuple[Any, Any]] = []  # tiles and the details in them
+        self.extent: Array = np.zeros((0, 4))  # their x0, x1, y0, y1
         self.live: dict[int, Any] = {}
 
     def __enter__(self) -> Renderer:
@@ -92,7 +95,7 @@ class Renderer:
         tex = p.Texture(name)
         tex.setup2dTexture(image.shape[1], image.shape[0], p.Texture.TUnsignedByte, p.Texture.FRgb)
         tex.setRamImage(np.ascontiguousarray(image[::-1, :, ::-1]).tobytes())
-        tex.setMinfilter(p.SamplerState.FTLinearMipmapLinear)
+        tex.setMinfilter(p.SamplerState.FTLinearMipmapNearest)
         tex.setMagfilter(p.SamplerState.FTLinear)
         tex.setWrapU(p.SamplerState.WMRepeat)
         tex.setWrapV(p.SamplerState.WMRepeat)
@@ -146,7 +149,7 @@ class Renderer:
             memoryview(array).cast("B")[:] = index.tobytes()
             geom = p.Geom(data)
             geom.addPrimitive(triangles)
-            node = nodes.setdefault(layer, p.GeomNode(f"{name}-{layer}"))
+            node = nodes.setdefault(layer, p.GeomNode(f"layer{layer}"))
             state = p.RenderState.makeEmpty()
             if texture:
                 state = state.addAttrib(p.TextureAttrib.make(self.textures[texture]))
@@ -176,9 +179,15 @@ class Renderer:
     def _load(self, episode: Episode) -> None:
         self._clear()
         self.static = self.root.attachNewNode("episode")
+        extent: list[tuple[float, ...]] = []
         for chunk in episode.chunks:
-            path = self._attach(self.static, f"chunk{chunk.key}", chunk.mesh.merged())
-            self.shown.append((path, chunk.box))
+            for tile, batches in chunk.mesh.tiles(TILE).items():
+                path = self._attach(self.static, f"tile{tile}", batches)
+                corners = np.concatenate([b.corners[..., :2].reshape(-1, 2) for b in batches.values()])
+                box = (corners[:, 0].min(), corners[:, 0].max(), corners[:, 1].min(), corners[:, 1].max())
+                self.shown.append((path, path.find(f"**/layer{DETAIL}")))
+                extent.append(box)
+        self.extent = np.array(extent)
         zenith, horizon = SKIES[int(rng_of(episode.seed, 61).integers(len(SKIES)))]
         self._surroundings(episode, zenith, horizon)
         self.episode = episode
@@ -196,7 +205,7 @@ class Renderer:
         sky = self._attach(self.halo, "sky", mesh.merged())
         sky.setBin("background", 0, 1)
         clouds = Mesh()
-        uv = np.stack([np.stack([angle[:-1], angle[1:], angle[1:], angle[:-1]], -1) / math.pi, np.tile([0.0, 0.0, 1.0, 1.0], (48, 1))], -1)
+        uv = np.stack([np.stack([angle[1:], angle[:-1], angle[:-1], angle[1:]], -1) / math.pi, np.tile([0.0, 0.0, 1.0, 1.0], (48, 1))], -1)
         clouds.quads(GROUND, _ring(angle + float(rng.uniform(0, 6)), 149.0, np.full(49, 8.0), np.full(49, 110.0)), (1.0, 1.0, 1.0), "sky", uv)
         path = self._attach(self.halo, "clouds", clouds.merged())
         path.setAttrib(p.ColorBlendAttrib.make(p.ColorBlendAttrib.MAdd, p.ColorBlendAttrib.OOne, p.ColorBlendAttrib.OOne))
@@ -214,23 +223,24 @@ class Renderer:
         far = np.array([[[-400, -400, 0], [400, -400, 0], [400, 400, 0], [-400, 400, 0]]])
         plain.quads(GROUND, far, (0.50, 0.57, 0.44) if not city else (0.52, 0.53, 0.52))
         self._attach(self.halo, "plain", plain.merged()).setBin("background", 3, 1)
-        self._haze(horizon)
+        self._haze(horizon, view_distance(episode.scenario))
 
-    def _haze(self, horizon: Colour) -> None:
+    def _haze(self, horizon: Colour, reach: float) -> None:
         p = self.p
-        angle = np.linspace(0, 2 * math.pi, 49)
-        for radius, opacity in HAZE:
-            levels = ((0.0, 1.0), (0.06, 1.0), (0.22, 0.45), (0.42, 0.0))  # height as a share of the radius, density
+        angle = np.linspace(0, 2 * math.pi, 25)
+        for share, opacity in HAZE:
+            radius = share * reach
+            levels = ((0.0, 1.0), (0.08, 1.0), (0.36, 0.0))  # height as a share of the radius, density
             batches = [
                 Batch(
-                    _ring(angle, radius, np.full(49, z0 * radius), np.full(49, z1 * radius)),
-                    np.zeros((48, 4, 2)),
-                    _shades(np.array([*horizon, a0 * opacity]), np.array([*horizon, a1 * opacity]), 48),
+                    _ring(angle, radius, np.full(25, z0 * radius), np.full(25, z1 * radius)),
+                    np.zeros((24, 4, 2)),
+                    _shades(np.array([*horizon, a0 * opacity]), np.array([*horizon, a1 * opacity]), 24),
                 )
                 for (z0, a0), (z1, a1) in zip(levels, levels[1:], strict=False)
             ]
             whole = Batch(*(np.concatenate([getattr(b, f) for b in batches]) for f in ("corners", "uv", "colour")))
-            path = self._attach(self.halo, f"haze{radius}", {(SOLID, ""): whole})
+            path = self._attach(self.halo, "haze", {(SOLID, ""): whole})
             path.setTransparency(p.TransparencyAttrib.MAlpha)
             path.setDepthWrite(False)
             path.setTwoSided(True)
@@ -241,9 +251,12 @@ class Renderer:
         x, y, yaw = (float(v) for v in episode.poses[i])
         self.rig.setPosHpr(x, y, CAMERA_HEIGHT, math.degrees(yaw) - 90.0, 0.0, 0.0)
         self.halo.setPos(x, y, 0.0)
-        for path, (x0, x1, y0, y1) in self.shown:
-            far = math.hypot(max(x0 - x, 0.0, x - x1), max(y0 - y, 0.0, y - y1)) > VIEW_DISTANCE
-            path.hide() if far else path.show()
+        reach = view_distance(episode.scenario)
+        gap = np.hypot(*np.maximum(np.maximum(self.extent[:, ::2] - (x, y), (x, y) - self.extent[:, 1::2]), 0.0).T)
+        for (path, detail), distance in zip(self.shown, gap, strict=True):
+            path.hide() if distance > reach else path.show()
+            if not detail.isEmpty():
+                detail.hide() if distance > DETAIL_DISTANCE else detail.show()
         present = set()
         for box in episode.boxes[i][: episode.moving[i]]:
             present.add(box.agent)

@@ -15,10 +15,14 @@ from rollcache.street.scene_mesh import Mesh, rng_of
 from rollcache.street.scene_objects import SIZES
 from rollcache.street.traffic import Box, Traffic
 
-__all__ = ["SCENARIOS", "VIEW_DISTANCE", "Box", "EgoState", "Episode", "Scene", "make_episode"]
+__all__ = ["SCENARIOS", "Box", "EgoState", "Episode", "Scene", "make_episode", "view_distance"]
 
-VIEW_DISTANCE = 150.0  # metres drawn around the ego; the haze hides the edge
 TRUTH_DISTANCE = 80.0  # metres around the ego within which parked vehicles are listed
+
+
+def view_distance(scenario: str) -> float:
+    """Metres drawn around the ego; the haze hides the edge."""
+    return 140.0 if scenario == "highway" else 118.0
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class Scene:
         sparse = path[:: max(1, len(path) // 400)]
         corridor = Corridor(sparse)
         chunks, parked = [], []
-        for key in self.layout.chunks_near(sparse[::4], VIEW_DISTANCE):
+        for key in self.layout.chunks_near(sparse[::4], view_distance(self.scenario) + 8.0):
             if isinstance(self.layout, GridLayout):
                 mesh, cars = build_cell(self.layout, key, corridor, self.sun)
                 for kind, pose, colour in cars:

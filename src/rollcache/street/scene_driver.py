@@ -137,7 +137,17 @@ class Driver:
             if rng.random() < 0.5:
                 self.lane = int(np.clip(self.lane + rng.choice([-1, 1]), 0, self.layout.lanes - 1))
         else:
-            self.wish = float(rng.uniform(4, 14)) if roll < 0.86 else 0.0
+            self.wish = float(rng.uniform(5, 14)) if roll < 0.9 else 0.0
+
+    def _room(self, traffic: Traffic) -> bool:
+        """Whether no moving car is near enough in front or beside to be hit in a u-turn."""
+        st = self.state
+        for a in traffic.agents:
+            dx, dy = a.pose[0] - st.x, a.pose[1] - st.y
+            along = math.cos(st.yaw) * dx + math.sin(st.yaw) * dy
+            if a.speed > 1.0 and a.kind != "pedestrian" and -6.0 < along < 42.0 and math.hypot(dx, dy) < 45.0 and math.cos(a.pose[2] - st.yaw) < 0.3:
+                return False
+        return True
 
     def step(self, traffic: Traffic) -> tuple[float, float]:
         """Speed (m/s) and yaw rate (rad/s) into the next frame."""
@@ -145,7 +155,7 @@ class Driver:
             self._new_wish()
         self.frame += 1
         turning = self.u_sign != 0
-        self._u_turn()
+        self._u_turn(traffic)
         steer = self.u_sign * U_STEER if turning and self.u_sign else self._pursue()
         limit = min(STEER_LIMIT, math.atan(5.0 * ego_car.WHEELBASE / max(self.speed, 2.0) ** 2))
         steer = float(np.clip(steer, -limit, limit))
@@ -171,7 +181,7 @@ class Driver:
         alpha = math.atan2(dy, dx) - st.yaw
         return math.atan(2 * ego_car.WHEELBASE * math.sin(alpha) / max(math.hypot(dx, dy), 2.0))
 
-    def _u_turn(self) -> None:
+    def _u_turn(self, traffic: Traffic) -> None:
         """Begin a u-turn when it is time and there is room, and take up the opposite lane when it is done."""
         layout, st = self.layout, self.state
         if not isinstance(layout, GridLayout):
@@ -180,7 +190,7 @@ class Driver:
             axis = int(abs(math.sin(st.yaw)) > 0.7)
             s = (st.x, st.y)[axis]
             clear = abs(s / layout.pitch - round(s / layout.pitch)) * layout.pitch > layout.half + 8
-            if self.frame > self.u_next and clear and self.speed < U_SPEED + 0.4:
+            if self.frame > self.u_next and clear and self.speed < U_SPEED + 0.4 and (self._room(traffic) or self.frame > self.u_next + 30):
                 self.u_sign, self.u_from = layout.side, st.yaw
             return
         if abs(st.yaw - self.u_from) < math.radians(158):

@@ -158,7 +158,7 @@ def build_cell(layout: GridLayout, key: tuple[int, int], corridor: Corridor, sun
     inner = (bx0 + w, bx1 - w, by0 + w, by1 - w)
     kind = rng.random()
     park = kind < 0.16
-    mesh.flat(SOLID, *inner, z=WALK_HEIGHT, colour=GRASS if park or kind < 0.4 else PAVING, texture="grass" if park or kind < 0.4 else "concrete", tile=5.0)
+    mesh.flat(SOLID, *inner, z=WALK_HEIGHT, colour=GRASS if park or kind < 0.4 else PAVING, texture="grass" if park or kind < 0.4 else "paving", tile=5.0)
     if park:
         n = int((inner[1] - inner[0]) * (inner[3] - inner[2]) / 170)
         xy = np.column_stack([rng.uniform(inner[0] + 2, inner[1] - 2, n), rng.uniform(inner[2] + 2, inner[3] - 2, n)])

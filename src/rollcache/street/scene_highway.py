@@ -26,6 +26,13 @@ def _at(layout: HighwayLayout, x: Array | float, left: Array | float) -> Array:
     return np.stack([x - left * np.sin(b), layout.middle(x) + left * np.cos(b)], -1)
 
 
+def _clear(corridor: Corridor, a: Array, b: Array) -> Array:
+    """Bool [N]: True where the segments a -> b [N, 2] are nowhere near the path of the ego."""
+    t = np.linspace(0, 1, 6)[:, None, None]
+    points = a[None] * (1 - t) + b[None] * t
+    return corridor.free(points.reshape(-1, 2), 2.4).reshape(len(t), -1).all(0)
+
+
 def _lines(mesh: Mesh, layout: HighwayLayout, points: Array, x0: float, x1: float) -> None:
     """Edge lines, and dashes that keep their rhythm from piece to piece."""
     dash = np.arange(np.ceil(x0 / 12.0) * 12.0, x1, 12.0)
@@ -40,18 +47,19 @@ def _lines(mesh: Mesh, layout: HighwayLayout, points: Array, x0: float, x1: floa
 
 def _rails(mesh: Mesh, layout: HighwayLayout, points: Array, x0: float, x1: float, corridor: Corridor) -> None:
     """Concrete barrier in the middle, guard rails on posts outside; gaps where the ego passes through."""
-    for lat, z0, z1, colour, thick in ((0.0, 0.0, 0.85, (0.74, 0.73, 0.70), 0.5), (layout.half, 0.45, 0.8, STEEL, 0.12), (-layout.half, 0.45, 0.8, STEEL, 0.12)):
+    for lat, z0, z1, colour, thick in ((0.0, 0.0, 0.7, (0.80, 0.79, 0.75), 0.56), (0.0, 0.7, 1.0, (1.0, 0.99, 0.93), 0.5), (layout.half, 0.45, 0.8, STEEL, 0.12), (-layout.half, 0.45, 0.8, STEEL, 0.12)):
         for sign in (-1, 1):
             line = _at(layout, points[:, 0], lat + sign * thick / 2)
             a, b = (line[:-1], line[1:]) if sign < 0 else (line[1:], line[:-1])
-            keep = corridor.free((a + b) / 2, 6.5)
-            quad_wall(mesh, a[keep], b[keep], z0, z1, colour, "concrete" if lat == 0 else "")
+            keep = _clear(corridor, a, b)
+            quad_wall(mesh, a[keep], b[keep], z0, z1, colour)
         ring = strip(points, lat + thick / 2, lat - thick / 2, z1)
-        keep = corridor.free((points[:-1, :2] + points[1:, :2]) / 2 + (_at(layout, points[:-1, 0], lat) - points[:-1, :2]), 6.5)
+        line = _at(layout, points[:, 0], lat)
+        keep = _clear(corridor, line[:-1], line[1:])
         mesh.quads(SOLID, ring[keep], colour)
         if lat:
             xy = _at(layout, np.arange(x0, x1, 4.0), lat)
-            xy = xy[corridor.free(xy, 6.5)]
+            xy = xy[corridor.free(xy, 2.4)]
             mesh.frusta(np.column_stack([xy, np.zeros(len(xy))]), (0.14, 0.14), (0.14, 0.14), 0.8, 0.0, (0.5, 0.52, 0.54))
 
 
@@ -77,10 +85,10 @@ def _bridge(mesh: Mesh, layout: HighwayLayout, x: float) -> None:
     bearing = float(layout.bearing(x))
     grey = (0.70, 0.69, 0.66)
     middle = np.array([*_at(layout, x, 0.0)[0], 5.6])
-    mesh.frusta(middle, (9.0, 130.0), (9.0, 130.0), 1.3, bearing, grey, "concrete", (8.0, 8.0), roof=grey)
+    mesh.frusta(middle, (9.0, 130.0), (9.0, 130.0), 1.3, bearing, grey, roof=grey)
     mesh.quads(SOLID, strip(_frame(layout, np.array([x - 4.5, x + 4.5])), -65.0, 65.0, 5.6), (0.42, 0.42, 0.42))
     for lat in (-layout.half - 1.5, 0.0, layout.half + 1.5):
-        mesh.frusta(np.array([*_at(layout, x, lat)[0], 0.0]), (3.0, 1.0), (3.0, 1.0), 5.6, bearing, grey, "concrete", (8.0, 8.0))
+        mesh.frusta(np.array([*_at(layout, x, lat)[0], 0.0]), (3.0, 1.0), (3.0, 1.0), 5.6, bearing, grey)
     for sign in (-1, 1):
         foot = np.array([*_at(layout, x, sign * (layout.half + 36.0))[0], 0.0])
         mesh.frusta(foot, (26.0, 62.0), (10.0, 56.0), 5.6, bearing, GRASS, "grass", (6.0, 6.0))
@@ -126,8 +134,8 @@ def build_piece(layout: HighwayLayout, key: tuple[int, int], corridor: Corridor,
             line = _at(layout, points[:, 0], sign * (layout.half + 4.0))
             a, b = (line[:-1], line[1:]) if sign < 0 else (line[1:], line[:-1])
             for p, q in ((a, b), (b, a)):  # seen from both sides
-                keep = corridor.free((p + q) / 2, 6.5)
-                quad_wall(mesh, p[keep], q[keep], 0.0, 3.2, (0.66, 0.64, 0.56), "concrete", 6.0)
+                keep = _clear(corridor, p, q)
+                quad_wall(mesh, p[keep], q[keep], 0.0, 3.2, (0.66, 0.64, 0.56))
     if i % 3 == int(rng_of(layout.seed, 33).integers(3)):
         _gantry(mesh, layout, x0 + 40.0, rng)
     if i % 9 == int(rng_of(layout.seed, 34).integers(9)):

@@ -65,13 +65,13 @@ class GridLayout:
         """A lane of one of the four directions, somewhere before a crossing."""
         rng = rng_of(self.seed, 11)
         lane = GridLane(int(rng.integers(2)), int(rng.integers(-3, 4)), int(rng.choice([-1, 1])), int(rng.integers(self.lanes)))
-        s = (int(rng.integers(-3, 4)) - lane.way * float(rng.uniform(0.25, 0.75))) * self.pitch
+        s = (int(rng.integers(-3, 4)) - lane.way * float(rng.uniform(0.25, 0.6))) * self.pitch
         return EgoState(*self.pose(lane, s))
 
     def green(self, i: int, j: int, axis: int, time: float) -> bool:
         """Whether traffic along `axis` may enter crossing (i, j) at `time` seconds; both directions are red in between."""
-        phase = (time + 20.0 * float(rng_of(self.seed, i, j, 12).random())) % 20.0
-        return phase < 8.0 if axis == 0 else 10.0 <= phase < 18.0
+        phase = (time + 15.0 * float(rng_of(self.seed, i, j, 12).random())) % 15.0
+        return phase < 6.5 if axis == 0 else 7.5 <= phase < 14.0
 
     def chunks_near(self, xy: np.ndarray, radius: float) -> list[tuple[int, int]]:
         """Cells [i, i+1] x [j, j+1] (times pitch) within `radius` of any of the points xy [N, 2]."""
@@ -170,5 +170,5 @@ def make_layout(scenario: str, seed: int) -> Layout:
         return GridLayout(scenario, seed, int(rng.choice([-1, 1])), float(rng.uniform(150, 180)), 2, 3.5, 3.6, 4.0)
     amplitude = (float(rng.uniform(4, 14)), float(rng.uniform(0, 3)))
     return HighwayLayout(
-        scenario, seed, int(rng.integers(2, 5)), amplitude, (float(rng.uniform(550, 900)), float(rng.uniform(260, 400))), (float(rng.uniform(0, 6)), float(rng.uniform(0, 6)))
+        scenario, seed, int(rng.choice([2, 3, 3])), amplitude, (float(rng.uniform(550, 900)), float(rng.uniform(260, 400))), (float(rng.uniform(0, 6)), float(rng.uniform(0, 6)))
     )

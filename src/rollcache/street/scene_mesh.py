@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-GROUND, MARK, SOLID = 0, 1, 2  # draw order; ground and marks lie at z = 0 and are painted without a depth test
+# Draw layers, in order: ground and marks lie at z = 0 and are painted without a depth test; details are drawn near the ego only.
+GROUND, MARK, SOLID, DETAIL = 0, 1, 2, 3
 Colour = tuple[float, float, float]
 Array = np.ndarray
 
@@ -41,10 +42,10 @@ class Mesh:
             return
         colour = np.asarray(colour, np.float64)
         colour = np.broadcast_to(colour.reshape(-1, 1, 3) if colour.ndim < 3 else colour, (n, 4, 3))
-        if shade if shade is not None else layer == SOLID:
+        if shade if shade is not None else layer >= SOLID:
             normal = np.cross(corners[:, 2] - corners[:, 0], corners[:, 3] - corners[:, 1])
             normal /= np.linalg.norm(normal, axis=1, keepdims=True) + 1e-9
-            light = 0.66 + 0.30 * np.clip(normal @ self.sun, -0.4, 1.0) + 0.07 * normal[:, 2]
+            light = 0.71 + 0.27 * np.clip(normal @ self.sun, -0.4, 1.0) + 0.07 * normal[:, 2]
             colour = colour * light[:, None, None]
         if uv is None:
             uv = np.zeros((n, 4, 2))
@@ -70,6 +71,7 @@ class Mesh:
         tile: tuple[float, float] = (1.0, 1.0),
         roof: Array | Colour | None = None,
         shift: Array | float = 0.0,
+        layer: int = SOLID,
     ) -> None:
         """Upright frusta (boxes when bottom == top): four walls, and a lid coloured `roof` when given.
 
@@ -98,17 +100,17 @@ class Mesh:
             rise = height / tile[1]
             zero = np.zeros(n)
             uv = np.stack([np.stack(p, -1) for p in ((zero, zero), (length, zero), (length, rise), (zero, rise))], 1)
-            self.quads(SOLID, np.stack([low[:, i], low[:, j], high[:, j], high[:, i]], 1), colour, texture, uv)
+            self.quads(layer, np.stack([low[:, i], low[:, j], high[:, j], high[:, i]], 1), colour, texture, uv)
         if roof is not None:
-            self.quads(SOLID, high, np.broadcast_to(np.asarray(roof, np.float64), (n, 3)))
+            self.quads(layer, high, np.broadcast_to(np.asarray(roof, np.float64), (n, 3)))
 
-    def crowns(self, centre: Array, radius: Array, height: Array, colour: Array, texture: str = "leaf", sides: int = 6) -> None:
+    def crowns(self, centre: Array, radius: Array, height: Array, colour: Array, texture: str = "", sides: int = 6) -> None:
         """Tree crowns: low-poly spheroids, centre [N, 3], radius [N], height [N], colour [N, 3]."""
         centre = np.asarray(centre, np.float64).reshape(-1, 3)
         n = len(centre)
         if n == 0:
             return
-        levels = ((-0.5, 0.35), (-0.22, 0.95), (0.15, 0.9), (0.42, 0.45), (0.5, 0.02))
+        levels = ((-0.5, 0.4), (-0.18, 1.0), (0.22, 0.85), (0.5, 0.15))
         angle = 2 * np.pi * np.arange(sides + 1) / sides
         for (z0, r0), (z1, r1) in zip(levels, levels[1:], strict=False):
             for k in range(sides):
@@ -119,6 +121,17 @@ class Mesh:
                 glow = 0.86 + 0.28 * (z0 + z1)  # darker below
                 uv = np.broadcast_to(np.array([[k / 2, z0 + 0.5], [k / 2 + 0.5, z0 + 0.5], [k / 2 + 0.5, z1 + 0.5], [k / 2, z1 + 0.5]]), (n, 4, 2))
                 self.quads(SOLID, np.stack(pts, 1), colour * glow, texture, uv)
+
+    def tiles(self, edge: float) -> dict[tuple[int, int], dict[tuple[int, str], Batch]]:
+        """The merged batches cut into square tiles of `edge` metres by the middle of each quad."""
+        out: dict[tuple[int, int], dict[tuple[int, str], Batch]] = {}
+        for key, batch in self.merged().items():
+            cell = np.floor(batch.corners[..., :2].mean(1) / edge).astype(int)
+            cells, member = np.unique(cell, axis=0, return_inverse=True)
+            for n, (i, j) in enumerate(cells):
+                m = member.reshape(-1) == n
+                out.setdefault((int(i), int(j)), {})[key] = Batch(batch.corners[m], batch.uv[m], batch.colour[m])
+        return out
 
     def merged(self) -> dict[tuple[int, str], Batch]:
         """One batch per (layer, texture), in a fixed order."""

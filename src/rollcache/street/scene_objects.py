@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rollcache.street.scene_mesh import MARK, SOLID, Colour, Mesh, pick
+from rollcache.street.scene_mesh import DETAIL, MARK, SOLID, Colour, Mesh, pick
 
 Array = np.ndarray
 
@@ -66,12 +66,15 @@ def vehicles(mesh: Mesh, kind: str, pose: Array, colour: Array) -> None:
         mesh.frusta(_local(pose, 0, 0, 0.35), (length, width), (length, width), 1.0, yaw, colour)
         mesh.frusta(_local(pose, 0, 0, 1.35), (length * 0.995, width * 0.99), (length * 0.99, width * 0.97), 1.0, yaw, GLASS)
         mesh.frusta(_local(pose, 0, 0, 2.35), (length, width), (length * 0.98, width * 0.95), height - 2.35, yaw, colour, roof=colour)
-    front, rear, z = length / 2 + 0.01, -length / 2 - 0.01, 0.62 if kind == "car" else 0.75
-    for dy in (-0.36 * width, 0.36 * width):
-        mesh.frusta(_local(pose, front, dy, z), (0.06, 0.36), (0.06, 0.36), 0.18, yaw, (1.0, 0.97, 0.85))
-        mesh.frusta(_local(pose, rear, dy, z), (0.06, 0.36), (0.06, 0.36), 0.18, yaw, (0.85, 0.10, 0.08))
+    z = 0.62 if kind == "car" else 0.75
+    for end, tone in ((length / 2 + 0.02, (1.0, 0.97, 0.85)), (-length / 2 - 0.02, (0.85, 0.10, 0.08))):
+        for dy in (-0.36 * width, 0.36 * width):
+            half = 0.19 if end > 0 else -0.19
+            low = [_local(pose, end, dy - half, z), _local(pose, end, dy + half, z)]
+            high = [_local(pose, end, dy + half, z + 0.2), _local(pose, end, dy - half, z + 0.2)]
+            mesh.quads(DETAIL, np.stack(low + high, 1), tone)
     for dx in (-0.31 * length, 0.31 * length):
-        mesh.frusta(_local(pose, dx, 0, 0.0), (0.66, width * 1.0), (0.5, width * 1.0), 0.6, yaw, TYRE)
+        mesh.frusta(_local(pose, dx, 0, 0.0), (0.66, width * 1.0), (0.5, width * 1.0), 0.6, yaw, TYRE, layer=DETAIL)
 
 
 def person(mesh: Mesh, pose: Array, colour: Array) -> None:
@@ -118,7 +121,7 @@ def lamps(mesh: Mesh, xy: Array, yaw: Array | float, height: float = 7.0, reach:
     pose = np.concatenate([xy, np.broadcast_to(np.asarray(yaw, np.float64).reshape(-1, 1), (n, 1))], 1)
     grey = (0.42, 0.44, 0.46)
     mesh.frusta(_local(pose, 0, 0, 0), (0.22, 0.22), (0.14, 0.14), height, pose[:, 2], grey)
-    mesh.frusta(_local(pose, reach / 2, 0, height - 0.12), (reach, 0.12), (reach, 0.12), 0.12, pose[:, 2], grey)
+    mesh.frusta(_local(pose, reach / 2, 0, height - 0.12), (reach, 0.12), (reach, 0.12), 0.12, pose[:, 2], grey, layer=DETAIL)
     mesh.frusta(_local(pose, reach, 0, height - 0.22), (0.9, 0.34), (0.9, 0.34), 0.16, pose[:, 2], (0.92, 0.90, 0.80))
 
 
@@ -142,16 +145,12 @@ def buildings(mesh: Mesh, centre: Array, size: Array, height: Array, rng: np.ran
     colour = pick(rng, WALLS, n)
     kind = rng.integers(4, size=n)
     base = np.concatenate([centre, np.full((n, 1), 0.1)], 1)
-    for has_shop in (False, True):
-        m = shops == has_shop
-        if m.any():
-            tile, tex = ((9.0, 4.0), "shop") if has_shop else ((4.0, 4.0), "concrete")
-            mesh.frusta(base[m], size[m], size[m], 3.9, 0.0, colour[m] * (1.0 if has_shop else 0.82), tex, tile)
+    ground = np.where(shops, 3.9, 0.0)
+    mesh.frusta(base[shops], size[shops], size[shops], 3.9, 0.0, colour[shops], "shop", (9.0, 3.9))
     for k in range(4):
         m = kind == k
-        if m.any():
-            up = base[m] + np.array([0, 0, 3.9])
-            mesh.frusta(up, size[m], size[m], height[m] - 3.9, 0.0, colour[m], f"facade{k}", (12.0, 12.8))
+        up = base[m] + np.stack([np.zeros(m.sum()), np.zeros(m.sum()), ground[m]], -1)
+        mesh.frusta(up, size[m], size[m], (height - ground)[m], 0.0, colour[m], f"facade{k}", (12.0, 12.8))
     rim = base + np.stack([np.zeros(n), np.zeros(n), height], -1)
     mesh.frusta(rim, size + 0.5, size + 0.5, 0.6, 0.0, colour * 0.7)
 

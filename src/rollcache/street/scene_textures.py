@@ -19,6 +19,15 @@ def _noise(rng: np.random.Generator, size: int, cells: int) -> Array:
     return np.asarray(rows[:, i % cells] * (1 - f) + rows[:, (i + 1) % cells] * f)
 
 
+def _spectral(rng: np.random.Generator, height: int, width: int) -> Array:
+    """Tileable noise [height, width] without a grid's look: white noise with a falling spectrum, unit variance."""
+    fy, fx = np.fft.fftfreq(height)[:, None] * height * 2.6, np.fft.rfftfreq(width)[None] * width
+    power = np.hypot(fy, fx)
+    shape = np.where(power > 0, 1.0 / np.maximum(power, 5.0) ** 2.2, 0.0)
+    img = np.fft.irfft2(np.fft.rfft2(rng.standard_normal((height, width))) * shape, (height, width))
+    return np.asarray(img / img.std())
+
+
 def _grey(base: float, *layers: Array) -> Array:
     return np.repeat((base + sum(layers))[..., None], 3, -1)
 
@@ -65,8 +74,6 @@ def textures() -> dict[str, Array]:
     out: dict[str, Array] = {
         "asphalt": _grey(0.93, 0.035 * _noise(rng, 64, 8), 0.03 * _noise(rng, 64, 32)),
         "grass": _grey(0.9, 0.07 * _noise(rng, 64, 8), 0.06 * _noise(rng, 64, 24)),
-        "leaf": _grey(0.88, 0.12 * _noise(rng, 64, 12), 0.05 * _noise(rng, 64, 32)),
-        "concrete": _grey(0.92, 0.04 * _noise(rng, 64, 4), 0.03 * _noise(rng, 64, 16)),
     }
     paving = _grey(0.93, 0.03 * _noise(rng, 64, 16))
     paving[::16] *= 0.86
@@ -75,7 +82,7 @@ def textures() -> dict[str, Array]:
     for kind in range(4):
         out[f"facade{kind}"] = _facade(rng, kind)[::-1]
     out["shop"] = _shop(rng)[::-1]
-    sky = np.clip(0.5 * _noise(rng, 256, 8) + 0.3 * _noise(rng, 256, 16) + 0.15 * _noise(rng, 256, 32), 0, 1)[::4]
-    fade = np.interp(np.arange(64), [0, 20, 50, 63], [0.0, 0.5, 0.5, 0.0])[:, None]
+    sky = np.clip(0.7 * _spectral(rng, 64, 256) - 0.05, 0, 1)
+    fade = np.interp(np.arange(64), [0, 20, 50, 63], [0.0, 0.42, 0.42, 0.0])[:, None]
     out["sky"] = _grey(0.0, sky * fade)
     return {name: (np.clip(img, 0, 1) * 255 + 0.5).astype(np.uint8) for name, img in out.items()}

@@ -90,7 +90,7 @@ class Traffic:
         """Fill the surroundings of the ego at the start."""
         grid = isinstance(self.layout, GridLayout)
         for _ in range(int((20 if grid else 22) * self.busy)):
-            self._spawn_car(ego, 14.0, 130.0)
+            self._spawn_car(ego, 14.0 if grid else 24.0, 130.0)
         for _ in range(int(14 * self.busy) if grid else 0):
             self._spawn_walker(ego, 5.0, 70.0)
         for a in self.agents:
@@ -206,12 +206,13 @@ class Traffic:
                 gap = way * (b.s - a.s)
                 if 0 < gap < 80:
                     acc = min(acc, idm(a.speed, a.cruise, gap - (length + SIZES[b.kind][0]) / 2, b.speed))
-        gap_ego = ahead(a.pose, (ego.x, ego.y), 60.0, 2.4)
+        turned = ego.yaw - a.pose[2]
+        gap_ego = ahead(a.pose, (ego.x, ego.y), 60.0, 1.3 + 1.0 * abs(math.cos(turned)) + 2.4 * abs(math.sin(turned)))
         if gap_ego is not None:
-            lead = max(0.0, ego.speed * math.cos(ego.yaw - a.pose[2]))
+            lead = max(0.0, ego.speed * math.cos(turned))
             acc = min(acc, idm(a.speed, a.cruise, gap_ego - (length + ego_car.LENGTH) / 2, lead))
         behind = ahead((ego.x, ego.y, ego.yaw), a.pose[:2], 9.0, 1.8)
-        if behind is not None and math.cos(ego.yaw - a.pose[2]) > 0.8 and ego.speed > a.speed:
+        if behind is not None and math.cos(turned) > 0.8 and ego.speed > a.speed:
             acc = max(acc, 3.0)  # a driver pressed from behind clears the way
         elif isinstance(self.layout, GridLayout) and isinstance(a.lane, GridLane):
             stop = self._red_light(a.lane, a.s + a.lane.way * length / 2)
@@ -253,20 +254,21 @@ class Traffic:
 
     def _recycle(self, ego: EgoState) -> None:
         """Take away agents that are far behind the haze or inside the ego, and make as many new ones in the haze."""
+        grid = isinstance(self.layout, GridLayout)
         me = (ego.x, ego.y, ego.yaw)
         kept, cars, walkers = [], 0, 0
         for a in self.agents:
             distance = math.hypot(a.pose[0] - ego.x, a.pose[1] - ego.y)
-            limit = 95.0 if a.kind == "pedestrian" else 165.0
+            limit = 118.0 if a.kind == "pedestrian" else (150.0 if grid else 185.0)
             if distance > limit or touches(me, a.box(), 0.5):
                 cars, walkers = cars + (a.kind != "pedestrian"), walkers + (a.kind == "pedestrian")
             else:
                 kept.append(a)
         self.agents = kept
         for _ in range(cars):
-            self._spawn_car(ego, 120.0, 160.0)
+            self._spawn_car(ego, *((116.0, 146.0) if grid else (142.0, 180.0)))
         for _ in range(walkers):
-            self._spawn_walker(ego, 65.0, 90.0)
+            self._spawn_walker(ego, 84.0, 112.0)
 
     def boxes(self) -> list[Box]:
         """Truth boxes of the moving agents."""
