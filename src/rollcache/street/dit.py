@@ -323,5 +323,5 @@ def _rope(time: Tensor, window: int, head: int, dtype: torch.dtype) -> tuple[Ten
 
 
 def _frequencies(n: int, longest: float, device: torch.device) -> Tensor:
-    """n angular frequencies from 1 down to 1/longest."""
+    """The n angular frequencies from 1 down to 1/longest."""
     return longest ** -torch.linspace(0, 1, n, device=device)
