@@ -1,5 +1,6 @@
 """Paired clocks: turns are taken, warm-up is thrown away, medians and intervals are those of the samples."""
 
+import contextlib
 import time
 
 import pytest
@@ -90,3 +91,35 @@ def test_bad_input_is_named():
         paired(lambda: 1.0, lambda: 1.0, rounds=0)
     with pytest.raises(TypeError, match="cached must return its seconds when self_timed, got NoneType"):
         paired(lambda: 1.0, lambda: None, self_timed=True)
+
+
+def test_on_cuda_laps_are_events_read_only_at_the_end(monkeypatch):
+    """With stand-ins for CUDA: no wait inside the timed loop, milliseconds become seconds."""
+    log = []
+
+    class Event:
+        made = 0
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+            Event.made += 1
+            self.number = Event.made
+
+        def record(self):
+            log.append(f"record {self.number}")
+
+        def synchronize(self):
+            log.append(f"wait {self.number}")
+
+        def elapsed_time(self, other):
+            return 1000.0 * (other.number - self.number)
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr("torch.cuda.device", lambda _: contextlib.nullcontext())
+    watch = Stopwatch("cuda:0")
+    for _ in range(2):
+        with watch.lap():
+            log.append("work")
+    assert log == ["record 1", "work", "record 2", "record 3", "work", "record 4"]
+    assert watch.laps() == watch.laps() == [1.0, 1.0]
+    assert log[6:] == ["wait 2", "wait 4"]
