@@ -1,0 +1,41 @@
+"""The embedded street world: the loop says where it is in the keyword argument `where`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollcache.adapters.spec import Adapter, Args, Kwargs
+from rollcache.passes import Condition, Pass, Role, RollcacheError, Segment
+from rollcache.street.dit import ACTION_SD, StreetDiT
+from rollcache.street.protocol import Where
+
+
+def place(model: StreetDiT, where: Where) -> Pass:
+    """A position of the street loop as a `Pass`."""
+    conditions: tuple[Condition, ...] = ()
+    if where.action is not None:
+        per_frame = where.action.new_tensor(ACTION_SD).repeat(where.action.shape[-1] // len(ACTION_SD))
+        conditions = (Condition("action", where.action, per_frame),)
+    return Pass(
+        role=Role(where.role),
+        rollout=where.rollout,
+        chunk=where.chunk,
+        step=where.step,
+        segments=tuple(Segment(*row) for row in model.layout),
+        conditions=conditions,
+        kv_update=where.kv_update,
+        fresh_noise=where.kv_update,
+    )
+
+
+def locate(model: StreetDiT, args: Args, kwargs: Kwargs) -> Pass:
+    """Read `where`; a cached model cannot do without it."""
+    where: Any = kwargs.get("where")
+    if where is None:
+        raise RollcacheError(
+            "StreetDiT was called without where= while a cache is enabled: pass it, or disable the cache."
+        )
+    return place(model, where)
+
+
+ADAPTER = Adapter(blocks=lambda model: list(model.blocks), locate=locate, kv_writes="commit_only", place=place)

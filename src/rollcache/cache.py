@@ -1,0 +1,285 @@
+"""`Cache`: what `enable()` returns. The one object through which a user sees what a cache does."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollcache import adapters
+from rollcache.adapters.spec import Adapter, BlockIO
+from rollcache.decision import Action, Decision, Stats, Trace
+from rollcache.engine import Engine, Hook, find_hook
+from rollcache.lookahead import Reduce
+from rollcache.marks import Marks
+from rollcache.passes import Cell, Pass, RollcacheError
+from rollcache.policies.base import Evidence, PolicyConfig
+from rollcache.rollout import Rollout
+
+
+class Cache:
+    """A cache on one model. As a context manager it disables itself at the end.
+
+    Attributes:
+        trace: the decisions that were executed.
+        policy: the settings of the method.
+    """
+
+    def __init__(self, engine: Engine, marks: Marks | None) -> None:
+        """Use `enable`."""
+        self._engine = engine
+        self._marks = marks
+        self.policy = engine.policy
+        self.trace: Trace = engine.trace
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.disable()
+
+    def disable(self) -> None:
+        """Unwrap the model, bit for bit what it was, and free everything. Statistics and trace stay readable."""
+        self._engine.remove()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the model is still wrapped."""
+        return self._engine.enabled
+
+    def reset(self, rollout: Hashable | None = None) -> None:
+        """Forget a rollout, or all of them: the next chunk is exact."""
+        self._engine.reset(rollout)
+
+    def fork(self, source: Hashable, target: Hashable) -> None:
+        """Let rollout `target` go on from the present state of `source`; the two share nothing afterwards."""
+        self._engine.fork(source, target)
+
+    def notify_weights_changed(self) -> None:
+        """Say that weights changed in a way PyTorch cannot tell (a kernel wrote to them, an adapter was switched)."""
+        self._engine.touch_weights()
+
+    def rollout(self, key: Hashable | None = None) -> AbstractContextManager[None]:
+        """See `Marks.rollout`."""
+        return self._mark().rollout(key)
+
+    def chunk(self, index: int | None = None, **settings: Any) -> AbstractContextManager[Pass]:
+        """See `Marks.chunk`."""
+        return self._mark().chunk(index, **settings)
+
+    def step(self, index: int | None = None, **settings: Any) -> None:
+        """See `Marks.step`."""
+        self._mark().step(index, **settings)
+
+    def commit(self) -> None:
+        """See `Marks.commit`."""
+        self._mark().commit()
+
+    def prefill(self) -> None:
+        """See `Marks.prefill`."""
+        self._mark().prefill()
+
+    def replays_chunk(self, where: Any) -> bool:
+        """Whether every pass of a chunk would be replayed from its first block to its last.
+
+        Then the chunk's result is that of the last computed chunk, and a loop that can emit from its last window needs
+        no pass at all. Policies that look at hidden states or have anchor blocks answer no.
+
+        Args:
+            where: a `Pass`, or what the loop of the model's adapter says about its position (the street world:
+                `Where`).
+        """
+        return self._whole_chunk(self._place(where)) is not None
+
+    def skip_chunk(self, where: Any) -> bool:
+        """Ask `replays_chunk`; if so, note that the chunk is emitted without any pass. Its cells count as skipped."""
+        at = self._place(where)
+        found = self._whole_chunk(at)
+        if found is None:
+            return False
+        state, decisions = found
+        state.skip(at.chunk)
+        self.trace.chunks += 1
+        for cell, decision in decisions:
+            row = state.rows[cell.branch, cell.step]
+            entry = row.entries[0]
+            assert entry is not None
+            entry.replays += 1
+            state.policy.observe(cell, decision)
+            self.trace.note(at, cell, decision, entry.chunk, warmup=False)
+        return True
+
+    def stats(self) -> Stats:
+        """Totals since the cache was enabled."""
+        engine = self._engine
+        return replace(
+            self.trace.stats(),
+            gate_seconds=engine.clock.gate,
+            keep_seconds=engine.clock.keep,
+            replay_seconds=engine.clock.replay,
+            bytes_predicted=sum(r.predicted for r in engine.rollouts.values()),
+            bytes_actual=sum(r.bytes for r in engine.rollouts.values()),
+        )
+
+    def explain(self, chunk: int, step: int, block: int, branch: str | None = None) -> str:
+        """One sentence: what was done with a block, and on which numbers.
+
+        Raises:
+            RollcacheError: nothing was decided there, or it is no longer in the trace.
+        """
+        return self.policy.explain(self.trace.find(chunk, step, block, branch))
+
+    def summary(self) -> str:
+        """A few lines about what the cache did and what it holds."""
+        s, engine = self.stats(), self._engine
+        roles = ", ".join(f"{n} {role}" for role, n in s.passes.items()) or "no"
+        why = ", ".join(f"{reason} {n / s.cells:.1%}" for reason, n in s.reasons.items()) or "nothing after warm-up yet"
+        limit = engine.budget.limit
+        budget = "no budget" if limit is None else f"budget {_bytes(limit)}, {engine.budget.refused} times refused"
+        return "\n".join(
+            (
+                f"rollcache on {type(engine.model).__name__} ({engine.depth} blocks): {_written(self.policy)}",
+                f"  passes   {s.chunks} chunks, {roles} passes; only denoise passes are ever approximated",
+                f"  skipped  {s.skip_rate:.1%} of {s.cells} block evaluations after warm-up (in it: {s.warmup_cells})",
+                f"  reasons  {why}",
+                f"  memory   {_bytes(s.bytes_actual)} held, {_bytes(s.bytes_predicted)} predicted, {budget}, "
+                f"{len(engine.rollouts)} rollouts",
+                f"  seconds  {s.gate_seconds:.3f} deciding, {s.keep_seconds:.3f} storing, {s.replay_seconds:.3f} adding",
+            )
+        )
+
+    def _mark(self) -> Marks:
+        if self._marks is None:
+            raise RollcacheError("this cache follows its adapter; marks are for enable(model, policy, blocks=...).")
+        return self._marks
+
+    def _place(self, where: Any) -> Pass:
+        if isinstance(where, Pass):
+            return where
+        place = self._engine.adapter.place
+        if place is None:
+            raise RollcacheError(f"cannot tell a position from {type(where).__name__}: pass a rollcache.Pass.")
+        return place(self._engine.model, where)
+
+    def _whole_chunk(self, where: Pass) -> tuple[Rollout, list[tuple[Cell, Decision]]] | None:
+        """The decisions of a chunk that is replayed from end to end, or None."""
+        state = self._engine.rollouts.get(where.rollout)
+        if state is None or not state.may_skip(where, self._engine.weights):
+            return None
+        decisions = []
+        for branch, step in state.schedule():
+            row = state.rows.get((branch, step))
+            entry = row.entries[0] if row is not None else None
+            if row is None or entry is None or row.cells[0][2:] != (0, self._engine.depth) or not row.finite(0):
+                return None
+            evidence = Evidence(
+                replace(where, branch=branch, step=step),
+                age=where.chunk - entry.chunk,
+                replays=entry.replays,
+                moved=partial(self._engine.distance, entry.snapshot, where),
+            )
+            decision = state.policy.decide(row.cells[0], evidence)
+            if decision.action is not Action.REPLAY:
+                return None
+            decisions.append((row.cells[0], decision))
+        return (state, decisions) if decisions else None
+
+
+def enable(
+    model: nn.Module,
+    policy: PolicyConfig,
+    *,
+    adapter: Adapter | None = None,
+    blocks: Sequence[nn.Module] | None = None,
+    io: BlockIO | None = None,
+    memory_budget: int | None = None,
+    storage_dtype: torch.dtype | None = None,
+    max_rollouts: int = 4,
+    trace_capacity: int = 65536,
+    reduce: Reduce | None = None,
+    lookahead: bool = True,
+) -> Cache:
+    """Put a cache on a model.
+
+    Args:
+        model: the transformer whose forward is one pass.
+        policy: the method, e.g. `XCache()`.
+        adapter: the model family. By default found by the exact class of the model.
+        blocks: instead of an adapter: the blocks, in the order in which they are called; the loop then marks its passes
+            with `Cache.rollout`, `chunk`, `step` and `commit`.
+        io: how those blocks take and return their hidden state.
+        memory_budget: bytes that residuals and fingerprints may take; what does not fit is computed.
+        storage_dtype: dtype of stored residuals; None keeps that of the hidden state.
+        max_rollouts: rollouts whose state is kept at a time; the one used longest ago makes room.
+        trace_capacity: decisions whose details are kept; totals are always complete.
+        reduce: elementwise maximum over the ranks of a distributed model, e.g. an all-reduce. All ranks then decide
+            alike.
+        lookahead: decide about runs of blocks ahead and replay them in one addition. Off is the literal sequential
+            gate: every block on its own measured input.
+
+    Returns:
+        The handle.
+
+    Raises:
+        RollcacheError: the model, its blocks or the settings do not fit; the model is then untouched.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"enable() takes a torch module, got {type(model).__name__}.")
+    if max_rollouts < 1 or trace_capacity < 1:
+        raise ValueError(f"max_rollouts ({max_rollouts}) and trace_capacity ({trace_capacity}) must be at least 1.")
+    marks = None
+    if blocks is not None:
+        if adapter is not None:
+            raise RollcacheError("pass either adapter= or blocks=, not both.")
+        marks, mine = Marks(), list(blocks)
+        adapter = Adapter(blocks=lambda _: mine, locate=marks.locate, io=io or BlockIO())
+    elif io is not None:
+        raise RollcacheError("io= goes with blocks=; an adapter has its own.")
+    engine = Engine(
+        model,
+        policy,
+        adapter or adapters.find(model),
+        memory_budget=memory_budget,
+        storage_dtype=storage_dtype,
+        max_rollouts=max_rollouts,
+        trace_capacity=trace_capacity,
+        reduce=reduce,
+        lookahead=lookahead,
+    )
+    return Cache(engine, marks)
+
+
+def disable(model: nn.Module) -> None:
+    """Take the cache off a model. It is then bit for bit what it was."""
+    _engine(model).remove()
+
+
+def summary(model: nn.Module) -> str:
+    """See `Cache.summary`."""
+    engine = _engine(model)
+    return Cache(engine, None).summary()
+
+
+def _engine(model: nn.Module) -> Engine:
+    hook: Hook | None = find_hook(model)
+    if hook is None:
+        raise RollcacheError(
+            f"{type(model).__name__} has no cache on it (or was wrapped since: use the handle that enable() returned)."
+        )
+    assert isinstance(hook.owner, Engine)
+    return hook.owner
+
+
+def _written(policy: Any) -> str:
+    """A policy as a user would write it: without the settings that are as they come."""
+    changed = [f for f in fields(policy) if getattr(policy, f.name) != f.default]
+    return f"{type(policy).__name__}({', '.join(f'{f.name}={getattr(policy, f.name)!r}' for f in changed)})"
+
+
+def _bytes(n: int) -> str:
+    return f"{n / 2**20:.1f} MiB" if n >= 2**20 else f"{n / 2**10:.1f} KiB"

@@ -1,0 +1,299 @@
+"""Wraps the blocks of a model on the instance, and runs every denoise pass under the decisions of a policy.
+
+The engine knows no method's name, and nothing about a model but what its adapter says.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollcache.adapters.spec import Adapter
+from rollcache.decision import Trace
+from rollcache.fingerprint import Hidden, Sampler, Sampling
+from rollcache.lookahead import Reduce
+from rollcache.passes import Moved, Pass, Role, RollcacheError, Segment, Snapshot
+from rollcache.policies.base import PolicyConfig
+from rollcache.rollout import Rollout
+from rollcache.store import Budget
+from rollcache.walk import Walk
+
+PROBE = Sampling(tokens=16)
+"""What is looked at to find blocks that write in place, under policies that take no fingerprints."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """Host seconds spent by the cache: deciding (fingerprints, evidence, policy), storing residuals, adding them."""
+
+    gate: float = 0.0
+    keep: float = 0.0
+    replay: float = 0.0
+
+    def kept(self, seconds: float) -> None:
+        """Move time from deciding to storing."""
+        self.gate -= seconds
+        self.keep += seconds
+
+    def replayed(self, seconds: float) -> None:
+        """Move time from deciding to adding."""
+        self.gate -= seconds
+        self.replay += seconds
+
+
+class Hook:
+    """Stands in for the `forward` of one module instance until it is removed.
+
+    A copied or unpickled module gets the original `forward`: a copy of a cached model is a bare model.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[[Callable[..., Any], Any, Any], Any], owner: object) -> None:
+        """Install on `module`; `run(original, args, kwargs)` is called in its place."""
+        self.module = module
+        self.owner = owner
+        self.original = module.forward
+        self._own = module.__dict__.get("forward")
+        self._run: Callable[[Callable[..., Any], Any, Any], Any] | None = run
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run in place of the original."""
+        if self._run is None:
+            return self.original(*args, **kwargs)
+        return self._run(self.original, args, kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        """Copies and pickles hold the original."""
+        return _itself, (self.original,)
+
+    def remove(self) -> None:
+        """Take the hook away. If somebody wrapped it since, it stays under that wrapper and does nothing."""
+        self._run = None
+        if self.module.__dict__.get("forward") is not self:
+            return
+        if self._own is None:
+            del self.module.forward
+        else:
+            self.module.forward = self._own
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+class Engine:
+    """One model with its hooks, its rollouts and the trace of what was decided.
+
+    Attributes:
+        breaks: blocks before which the model changes the hidden state; runs do not cross them.
+        in_place: blocks that write into their input; it is cloned for them.
+        span_at: index of the span that begins at a block.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: PolicyConfig,
+        adapter: Adapter,
+        *,
+        memory_budget: int | None,
+        storage_dtype: torch.dtype | None,
+        max_rollouts: int,
+        trace_capacity: int,
+        reduce: Reduce | None,
+        lookahead: bool,
+    ) -> None:
+        """Wrap `model`. Leaves it untouched when anything is wrong."""
+        self.model = model
+        self.policy = policy
+        self.adapter = adapter
+        self.blocks = list(adapter.blocks(model))
+        self.depth = len(self.blocks)
+        _check_blocks(model, self.blocks)
+        self.budget = Budget(memory_budget)
+        self.dtype = storage_dtype
+        self.max_rollouts = max_rollouts
+        self.reduce = reduce
+        self.lookahead = lookahead
+        self.trace = Trace(self.depth, trace_capacity)
+        self.clock = Clock()
+        self.breaks: set[int] = set()
+        self.in_place: set[int] = set(range(self.depth)) if adapter.io.in_place else set()
+        self.span_at = {s.start: i for i, s in enumerate(policy.build(self.depth).spans)}
+        self.rollouts: OrderedDict[Hashable, Rollout] = OrderedDict()
+        self._samplers: dict[object, Sampler] = {}
+        self._passes = 0
+        self._busy = False
+        self._walk: Walk | None = None
+        self._weights_version = 0
+        self._hooks: list[Hook] = []
+        try:
+            for index, block in enumerate(self.blocks):
+                self._hooks.append(Hook(block, self._block_runner(index), self))
+            self._hooks.append(Hook(model, self._forward, self))
+        except BaseException:
+            self.remove()
+            raise
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the model is wrapped."""
+        return bool(self._hooks)
+
+    def remove(self) -> None:
+        """Unwrap everything and forget all rollouts."""
+        for hook in reversed(self._hooks):
+            hook.remove()
+        self._hooks.clear()
+        self.reset()
+
+    def reset(self, rollout: Hashable | None = None) -> None:
+        """Forget one rollout, or all of them (None)."""
+        keys = list(self.rollouts) if rollout is None else [rollout]
+        for key in keys:
+            state = self.rollouts.pop(key, None)
+            if state is not None:
+                state.clear("it was reset")
+
+    def state(self, key: Hashable) -> Rollout:
+        """The state of a rollout; the one that was used longest ago makes room."""
+        state = self.rollouts.get(key)
+        if state is None:
+            state = Rollout(self.policy.build(self.depth), self.budget, self.dtype)
+            self.rollouts[key] = state
+            if len(self.rollouts) > self.max_rollouts:
+                self.reset(next(iter(self.rollouts)))
+        self.rollouts.move_to_end(key)
+        return state
+
+    def fork(self, source: Hashable, target: Hashable) -> None:
+        """Copy the state of a rollout."""
+        if source not in self.rollouts:
+            raise RollcacheError(
+                f"no rollout {source!r} to fork (known: {', '.join(map(repr, self.rollouts)) or 'none'})."
+            )
+        self.reset(target)
+        copied = deepcopy(self.rollouts[source], {id(self.budget): self.budget})
+        self.budget.used += copied.bytes
+        self.state(target)
+        self.rollouts[target] = copied
+
+    def sampler(
+        self, hidden: Hidden, streams: int, segments: tuple[Segment, ...], sampling: Sampling | None
+    ) -> Sampler:
+        """The sampler for hidden states like this one, planned once."""
+        key = (tuple((h.shape, h.device) for h in hidden), streams, segments, sampling)
+        sampler = self._samplers.get(key)
+        if sampler is None:
+            sampler = self._samplers[key] = Sampler(hidden, segments, sampling or PROBE, streams)
+        return sampler
+
+    def distance(self, snapshot: Snapshot, where: Pass) -> Moved:
+        """How far the conditions of a pass are from a snapshot: the largest movement that any rank saw."""
+        moved = snapshot.moved(where.conditions)
+        if self.reduce is None:
+            return moved
+        mine = torch.tensor([moved.distance, 1 - moved.cosine])
+        distance, turned = self.reduce(torch.nan_to_num(mine, nan=float("inf"), posinf=float("inf"))).tolist()
+        return Moved(distance, 1 - turned)
+
+    def touch_weights(self) -> None:
+        """The weights are no longer those of the stored residuals."""
+        self._weights_version += 1
+
+    def weights(self) -> object:
+        """A token that is different after every change of the blocks' parameters that PyTorch can tell."""
+        return self._weights_version, [_identity(p) for block in self.blocks for p in block.parameters()]
+
+    def _block_runner(self, index: int) -> Callable[[Callable[..., Any], Any, Any], Any]:
+        def run(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if self._walk is None:
+                return original(*args, **kwargs)
+            return self._walk.block(index, original, args, kwargs)
+
+        return run
+
+    def _forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One forward of the model."""
+        if self._busy:
+            raise RollcacheError("the model was called from inside its own forward; rollcache cannot follow that.")
+        where = self.adapter.locate(self.model, args, kwargs)
+        if where is None:
+            return original(*args, **kwargs)
+        if torch.is_grad_enabled():
+            raise RollcacheError(
+                "rollcache is for inference: call the model under torch.no_grad() or inference_mode(), or disable the cache."
+            )
+        self._busy = True
+        try:
+            self._walk = self._enter(where)
+            output = original(*args, **kwargs)
+            if self._walk is not None:
+                self._walk.finish()
+            return output
+        except BaseException:
+            self._invalidate(where)
+            raise
+        finally:
+            self._walk, self._busy = None, False
+
+    def _enter(self, where: Pass) -> Walk | None:
+        """Account for a pass. Returns the walk of a denoise pass; passes of other roles run untouched."""
+        self.trace.passes[where.role.value] += 1
+        if where.role is not Role.DENOISE:
+            known = self.rollouts.get(where.rollout)
+            if known is not None and where.role is Role.COMMIT:
+                known.dirty = False
+            return None
+        rollout = self.state(where.rollout)
+        self.trace.chunks += rollout.enter(where, self.weights)
+        self._passes += 1
+        return Walk(self, rollout, where, self._passes)
+
+    def _invalidate(self, where: Pass) -> None:
+        """Fail closed: after an exception nothing of the rollout is trusted."""
+        state = self.rollouts.get(where.rollout)
+        if state is not None:
+            state.clear("a pass raised an exception")
+
+
+def _identity(p: Tensor) -> tuple[int, int, int]:
+    """Where a parameter lives, and how often it was written to."""
+    return id(p), p.data_ptr(), 0 if p.is_inference() else p._version
+
+
+def _check_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Refuse what cannot be wrapped, naming it."""
+    blocks = list(blocks)
+    if not blocks:
+        raise RollcacheError(f"{type(model).__name__} has no blocks to cache.")
+    if len({id(b) for b in blocks}) != len(blocks):
+        raise RollcacheError("one module stands twice among the blocks; the two could not be told apart.")
+    inside = {id(m) for m in model.modules()}
+    for module in (model, *blocks):
+        name = type(module).__name__
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"blocks must be modules, got {name}.")
+        if id(module) not in inside:
+            raise RollcacheError(f"block {name} is no part of {type(model).__name__}: pass the model's own blocks.")
+        if module._compiled_call_impl is not None:
+            raise RollcacheError(
+                f"{name} was compiled in place, which would trace into the cache. Compile the blocks as "
+                "blocks[i] = torch.compile(blocks[i]) and enable the cache afterwards."
+            )
+        if find_hook(module) is not None:
+            raise RollcacheError(
+                f"{name} already has a cache: disable it first, or use the handle that enable() returned."
+            )
+
+
+def find_hook(module: nn.Module) -> Hook | None:
+    """The hook on a module, if there is one."""
+    hook = module.__dict__.get("forward")
+    return hook if isinstance(hook, Hook) else None

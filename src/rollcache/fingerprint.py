@@ -1,0 +1,291 @@
+"""The cheap linear summary of a hidden state that gates compare.
+
+A fingerprint is a matrix of *rows*: a few tokens of every camera, on a uniform grid, then the token mean of every
+camera. Consecutive rows form *entries*: one of sampled tokens and one of means per view group. Everything is linear in
+the hidden state, so the fingerprint of `h + r` is the sum of theirs: that is what makes look-ahead gating possible.
+
+Shapes: `Bt` batch, `N` rows, `E` entries, `G` view groups, `C` channels, `n` spans that are compared at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollcache.passes import ZERO_NORM, RollcacheError, Segment
+
+Hidden = tuple[Tensor, ...]
+"""The tensors of one hidden state, each `[Bt, ..., C]`."""
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """What of a hidden state a policy wants to see.
+
+    Attributes:
+        tokens: budget K of sampled tokens per camera.
+        min_frames: at least so many latent frames are sampled (as far as there are any).
+        deviation: `element` is Eq. 6, the largest change of a single number; `token` the largest mean change of a
+            token.
+        refresh_on_replay: also remember the fingerprint of a replayed input (Eq. 5 read literally).
+    """
+
+    tokens: int = 32
+    min_frames: int = 2
+    deviation: Literal["element", "token"] = "element"
+    refresh_on_replay: bool = False
+
+
+def allocate(grid: tuple[int, int, int], tokens: int, min_frames: int = 1) -> tuple[int, int, int]:
+    """Split a budget of sampled tokens over the axes of a token grid, in proportion to their lengths.
+
+    Args:
+        grid: (F, H, W).
+        tokens: budget K; the product of the result does not exceed it.
+        min_frames: lower bound for the first axis. Strict proportionality looks at one frame of every realistic chunk.
+
+    Returns:
+        (k_F, k_H, k_W), each between 1 and the length of its axis.
+
+    >>> allocate((2, 16, 32), 32)
+    (1, 4, 8)
+    >>> allocate((2, 16, 32), 32, min_frames=2)
+    (2, 3, 5)
+    """
+    counts = _proportional(list(grid), tokens)
+    frames = min(min_frames, grid[0], tokens)
+    if counts[0] < frames:
+        counts = [frames, *_proportional(list(grid[1:]), tokens // frames)]
+    return counts[0], counts[1], counts[2]
+
+
+def _proportional(lengths: list[int], budget: int) -> list[int]:
+    """Counts proportional to `lengths` with a product of about `budget`, never above it."""
+    if _product(lengths) <= budget:
+        return lengths
+    free = set(range(len(lengths)))
+    while True:
+        scale = (budget / _product([lengths[a] for a in free])) ** (1 / len(free))
+        short = {a for a in free if lengths[a] * scale < 1}
+        if not short or short == free:
+            break
+        free -= short
+    counts = [min(n, max(1, round(n * scale))) if a in free else 1 for a, n in enumerate(lengths)]
+    while _product(counts) > budget:
+        widest = max((a for a in free if counts[a] > 1), key=lambda a: (counts[a] / lengths[a], counts[a]))
+        counts[widest] -= 1
+    return counts
+
+
+def _product(values: list[int]) -> int:
+    result = 1
+    for v in values:
+        result *= v
+    return result
+
+
+def uniform(length: int, count: int) -> list[int]:
+    """`count` uniformly spaced indices of an axis, both ends included; the centre for one.
+
+    >>> uniform(10, 4)
+    [0, 3, 6, 9]
+    """
+    if count == 1:
+        return [length // 2]
+    return [(2 * i * (length - 1) + count - 1) // (2 * (count - 1)) for i in range(count)]
+
+
+def sample(segment: Segment, sampling: Sampling) -> list[int]:
+    """Token indices of the sampled Cartesian grid, camera by camera."""
+    counts = allocate(segment.grid, sampling.tokens, sampling.min_frames)
+    f, h, w = (uniform(length, count) for length, count in zip(segment.grid, counts, strict=True))
+    width = segment.grid[2]
+    return [
+        segment.start + v * segment.view_stride + i * segment.frame_stride + j * width + k
+        for v in range(segment.views)
+        for i in f
+        for j in h
+        for k in w
+    ]
+
+
+class Sampler:
+    """Takes fingerprints of hidden states of one shape.
+
+    Attributes:
+        complete: the means cover every token, so that the fingerprint is finite if and only if the hidden state is.
+        entries: row range of every entry: sampled tokens of each group, then means of each group.
+        groups: number of view groups G; the first G entries are the spatial ones.
+        membership: `[N, E]` float32, 1 where a row belongs to an entry.
+    """
+
+    def __init__(
+        self, hidden: Hidden, segments: tuple[Segment, ...], sampling: Sampling, streams: int | None = None
+    ) -> None:
+        """Plan the indices.
+
+        Args:
+            hidden: example of the hidden state, tensors `[Bt, ..., C]`.
+            segments: token layout; empty means one flat row of tokens per tensor.
+            sampling: how much to look at.
+            streams: number of tensors that hidden states will have; what is beyond `hidden` is not looked at.
+
+        Raises:
+            RollcacheError: a segment does not fit, or the tensors differ in batch or channels.
+        """
+        if any(h.ndim < 3 for h in hidden):
+            shapes = ", ".join(str(list(h.shape)) for h in hidden)
+            raise RollcacheError(
+                f"a hidden state must be [batch, ..., channels] with at least 3 dimensions, got {shapes}."
+            )
+        tokens = [_tokens(h).shape[1] for h in hidden]
+        if len({(h.shape[0], h.shape[-1]) for h in hidden}) != 1:
+            shapes = ", ".join(str(list(h.shape)) for h in hidden)
+            raise RollcacheError(f"the tensors of a hidden state must agree in batch and channels, got {shapes}.")
+        segments = segments or tuple(
+            Segment.contiguous(f"tensor {i}", 1, (1, 1, n), tensor=i) for i, n in enumerate(tokens)
+        )
+        for s in segments:
+            if s.tensor >= len(hidden) or s.stop > tokens[s.tensor]:
+                raise RollcacheError(
+                    f"segment {s.name!r} needs {s.stop} tokens in tensor {s.tensor}, the hidden state has {tokens}."
+                )
+        self.device = hidden[0].device
+        self.groups = len(segments)
+        self.segments = sorted(segments, key=lambda s: s.tensor)
+        self.sampling = sampling
+        covered = sum(s.views * _product(list(s.grid)) for s in segments)
+        self.complete = covered == sum(tokens) and streams in (None, len(hidden))
+        picked = [sample(s, sampling) for s in self.segments]
+        sizes = [len(p) for p in picked] + [s.views for s in self.segments]
+        stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        self.entries = [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+        with torch.inference_mode(False):
+            self.membership = torch.zeros(stops[-1], len(sizes), device=self.device)
+            for e, (start, stop) in enumerate(self.entries):
+                self.membership[start:stop, e] = 1
+            self.index: list[Tensor] = []
+            self.weights: list[Tensor] = []
+            for t, count in enumerate(tokens):
+                mine = [i for i, s in enumerate(self.segments) if s.tensor == t]
+                rows = [r for i in mine for r in picked[i]]
+                self.index.append(torch.tensor(rows, dtype=torch.long, device=self.device))
+                self.weights.append(_mean_weights([self.segments[i] for i in mine], count, self.device))
+
+    def tokens(self, hidden: Hidden) -> Tensor:
+        """The sampled tokens, float32 `[Bt, N - means, C]`. Streams beyond the planned tensors are not looked at."""
+        parts = [_tokens(h).index_select(1, i) for h, i in zip(hidden, self.index, strict=False)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).float()
+
+    def __call__(self, hidden: Hidden) -> Tensor:
+        """The fingerprint, float32 `[Bt, N, C]`."""
+        return torch.cat((self.tokens(hidden), *self._means(hidden)), 1)
+
+    def _means(self, hidden: Hidden) -> list[Tensor]:
+        """Token mean of every camera, float32 `[Bt, V, C]` per tensor or segment.
+
+        One small matrix product where that is exact float32 (a strided mean is several times slower on a CPU);
+        reductions elsewhere, since a matrix product may run in TF32 there.
+        """
+        if self.device.type == "cpu":
+            return [w @ _tokens(h).float() for w, h in zip(self.weights, hidden, strict=False)]
+        return [_cameras(hidden[s.tensor], s).mean((2, 3), dtype=torch.float32) for s in self.segments]
+
+    def per_entry(self, rows: Tensor) -> Tensor:
+        """Sum `[..., N]` over the rows of each entry: `[..., E]`."""
+        return rows @ self.membership
+
+
+def _tokens(hidden: Tensor) -> Tensor:
+    """`[Bt, ..., C]` as `[Bt, L, C]`."""
+    return hidden if hidden.ndim == 3 else hidden.flatten(1, -2)
+
+
+def _mean_weights(segments: list[Segment], tokens: int, device: torch.device) -> Tensor:
+    """`[V, L]` float32 whose product with `[L, C]` is the token mean of every camera."""
+    weights = torch.zeros(sum(s.views for s in segments), tokens, device=device)
+    row = 0
+    for s in segments:
+        frames, height, width = s.grid
+        for v in range(s.views):
+            for f in range(frames):
+                start = s.start + v * s.view_stride + f * s.frame_stride
+                weights[row, start : start + height * width] = 1 / (frames * height * width)
+            row += 1
+    return weights
+
+
+def _cameras(hidden: Tensor, s: Segment) -> Tensor:
+    """View of one segment as `[Bt, V, F, H*W, C]`."""
+    x = _tokens(hidden)
+    frames, height, width = s.grid
+    batch, token, channel = x.stride()
+    return x.as_strided(
+        (x.shape[0], s.views, frames, height * width, x.shape[2]),
+        (batch, s.view_stride * token, s.frame_stride * token, token, channel),
+        x.storage_offset() + s.start * token,
+    )
+
+
+class Sizes(NamedTuple):
+    """Sizes of stored fingerprints: squared norms `[n, Bt, E]` and mean magnitudes `[n, Bt, G]`."""
+
+    square: Tensor
+    magnitude: Tensor
+
+    def part(self, start: int, stop: int) -> Sizes:
+        """The sizes of spans `start <= s < stop`."""
+        return Sizes(self.square[start:stop], self.magnitude[start:stop])
+
+
+def sizes(stored: Tensor, sampler: Sampler) -> Sizes:
+    """Measure stored fingerprints `[n, Bt, N, C]`."""
+    square = sampler.per_entry(torch.linalg.vector_norm(stored, dim=-1).square())
+    spatial = sampler.membership[:, : sampler.groups]
+    magnitude = stored.abs().sum(-1) @ spatial / (spatial.sum(0) * stored.shape[-1])
+    return Sizes(square, magnitude)
+
+
+def compare(stored: Tensor, known: Sizes, change: Tensor, sampler: Sampler) -> Tensor:
+    """Similarity of `n` look-ahead fingerprints to the stored ones.
+
+    Between blocks that were stored in one pass, stored and look-ahead fingerprints advance by the same residuals, so
+    their difference is the same for all of them: `change` at the first. With `a = |p|^2`, `c = <p, change>`,
+    `d = |change|^2` of an entry `p`, the cosine of `p + change` and `p` is `(a + c) / sqrt(a (a + 2c + d))`. A run of
+    blocks therefore costs one difference and one matrix product.
+
+    Args:
+        stored: fingerprints `[n, Bt, N, C]`.
+        known: their sizes.
+        change: current minus stored fingerprint, `[Bt, N, C]`.
+        sampler: row layout, and which deviation.
+
+    Returns:
+        `[n, 2]`: cosine (minimum over entries and batch) and deviation (maximum over view groups and batch).
+        Not-a-number where anything is not finite.
+    """
+    a = known.square
+    c = torch.cat(
+        [
+            torch.bmm(
+                stored[:, :, i:j].flatten(2).transpose(0, 1),  # [Bt, n, rows * C]
+                change[:, i:j].flatten(1).unsqueeze(-1),  # [Bt, rows * C, 1]
+            )
+            for i, j in sampler.entries
+        ],
+        -1,
+    ).transpose(0, 1)  # [n, Bt, E]
+    d = sampler.per_entry(torch.linalg.vector_norm(change, dim=-1).square())  # [Bt, E]
+    dot = a + c
+    norm_then, norm_now = a.sqrt(), (dot + c + d).clamp_min(0).sqrt()
+    zeros = (norm_then < ZERO_NORM).float() + (norm_now < ZERO_NORM).float()
+    cosine = torch.where(zeros > 0, (zeros > 1).float(), dot / (norm_then * norm_now)).amin((1, 2))  # [n]
+    largest = change.abs().mean(-1) if sampler.sampling.deviation == "token" else change.abs().amax(-1)  # [Bt, N]
+    spatial = torch.stack([largest[:, i:j].amax(1) for i, j in sampler.entries[: sampler.groups]], -1)  # [Bt, G]
+    deviation = (spatial / (known.magnitude + EPS)).amax((1, 2))  # [n]
+    return torch.stack((cosine, deviation), -1)

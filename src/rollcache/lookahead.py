@@ -1,0 +1,100 @@
+"""Gating in fingerprint space: similarities of a whole run of blocks before any of them is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rollcache.fingerprint import Sampler, compare
+from rollcache.policies.base import Similarity
+from rollcache.store import Row
+
+Reduce = Callable[[Tensor], Tensor]
+"""Elementwise maximum, over the ranks of a distributed model, of a float32 tensor of distances."""
+
+
+class Lookahead:
+    """Similarities of the spans from `start` on, under the assumption that all before them are replayed.
+
+    Spans are compared in batches: all at once on an accelerator, where a batch costs one synchronisation; on a CPU all
+    at once at first, then in batches that double, so that a gate which fails again and again does not look far in vain.
+    """
+
+    def __init__(
+        self,
+        row: Row,
+        sampler: Sampler,
+        start: int,
+        stop: int,
+        fingerprint: Callable[[], Tensor],
+        batch: int,
+        reduce: Reduce | None,
+    ) -> None:
+        """Look from span `start`, whose input has the true `fingerprint`, to `stop`, first `batch` spans at once."""
+        self._row = row
+        self._sampler = sampler
+        self._start = start
+        self._stop = stop
+        self._fingerprint = fingerprint
+        self._batch = batch
+        self._reduce = reduce
+        self._results: list[Similarity] = []
+        self._changes: list[tuple[int, Tensor]] = []  # per stretch stored in one pass: first span, current - stored
+
+    def similarity(self, span: int) -> Similarity:
+        """How similar the input of a span is to the stored one."""
+        while span >= self._start + len(self._results):
+            self._extend()
+        return self._results[span - self._start]
+
+    def at(self, span: int) -> Tensor | None:
+        """Fingerprint of the input of a span, None where it was not needed so far."""
+        if span == self._start:
+            return self._fingerprint()
+        end = self._start + len(self._results)
+        if not self._changes or span > end:
+            return None
+        row, change = self._row, self._changes[-1][1]
+        assert row.bank is not None
+        if span < end or row.linked(span - 1):
+            return row.bank[span] + change
+        entry = row.entries[span - 1]
+        assert entry is not None
+        return row.bank[span - 1] + change + self._sampler(entry.residual)
+
+    def refresh(self, stop: int, stamp: int) -> None:
+        """Overwrite what is stored for the spans before `stop` with what they were replayed at."""
+        bank = self._row.bank
+        assert bank is not None
+        ends = [first for first, _ in self._changes[1:]] + [stop]
+        for (first, change), end in zip(self._changes, ends, strict=True):
+            for span in range(first, min(end, stop)):
+                self._row.write(span, bank[span] + change, stamp)
+
+    def _extend(self) -> None:
+        row, start = self._row, self._start + len(self._results)
+        assert row.bank is not None
+        if not self._changes or not row.linked(start - 1):
+            current = self.at(start)
+            assert current is not None
+            self._changes.append((start, current - row.bank[start]))
+        stop = start + 1
+        limit = min(self._stop, start + self._batch)
+        while stop < limit and row.entries[stop] is not None and row.linked(stop - 1):
+            stop += 1
+        table = compare(
+            row.bank[start:stop], row.sizes(self._sampler).part(start, stop), self._changes[-1][1], self._sampler
+        )
+        if self._reduce is not None:
+            table = _agree(table, self._reduce)
+        self._results.extend(Similarity(*pair) for pair in table.tolist())
+        self._batch *= 2
+
+
+def _agree(table: Tensor, reduce: Reduce) -> Tensor:
+    """The least similar evidence of all ranks. Not-a-number would not survive a maximum, so it travels as infinity."""
+    distance = torch.stack((1 - table[:, 0], table[:, 1]), -1)
+    distance = reduce(torch.nan_to_num(distance, nan=float("inf"), posinf=float("inf")))
+    return torch.stack((1 - distance[:, 0], distance[:, 1]), -1)

@@ -1,0 +1,147 @@
+"""Marks for loops without an adapter: the loop says where it is, and saying it wrong raises.
+
+```python
+with cache.rollout():
+    for n, action in enumerate(actions):
+        with cache.chunk(conditions=[Condition("action", action)], kv_update=n % 4 == 0):
+            for t in range(steps):
+                cache.step()
+                x = denoise(x, model(x, t))
+            if n % 4 == 3:
+                cache.commit()
+                model(x, 0)
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rollcache.adapters.spec import Args, Kwargs
+from rollcache.passes import Condition, Pass, Role, RollcacheError, Segment
+
+
+class Marks:
+    """Where a hand-written loop is. Every pass needs one fresh mark, `step` or `commit` (or `prefill`)."""
+
+    def __init__(self) -> None:
+        """Outside of any rollout."""
+        self._rollouts = 0
+        self._rollout: Hashable | None = None
+        self._chunk = -1
+        self._inside = False
+        self._settings: dict[str, Any] = {}
+        self._step = -1
+        self._branches: set[str] = set()
+        self._committed = False
+        self._mark: Pass | None = None
+
+    @contextmanager
+    def rollout(self, key: Hashable | None = None) -> Iterator[None]:
+        """One continuous generation. Without a `key` it is new; with one it goes on where that key stopped."""
+        if self._rollout is not None:
+            raise RollcacheError("rollout() inside a rollout: leave the first one before.")
+        self._rollouts += 1
+        self._rollout = ("rollout", self._rollouts) if key is None else key
+        self._chunk = -1
+        try:
+            yield
+        finally:
+            self._rollout, self._mark = None, None
+
+    @contextmanager
+    def chunk(
+        self,
+        index: int | None = None,
+        *,
+        conditions: Sequence[Condition] = (),
+        segments: Sequence[Segment] = (),
+        kv_update: bool = False,
+        fresh_noise: bool = False,
+    ) -> Iterator[Pass]:
+        """One generation step. Yields its position, which `Cache.replays_chunk` and `Cache.skip_chunk` take.
+
+        Args:
+            index: index of the chunk; by default one more than the last.
+            conditions: see `Pass`.
+            segments: see `Pass`.
+            kv_update: see `Pass`.
+            fresh_noise: see `Pass`.
+        """
+        if self._rollout is None:
+            raise RollcacheError("chunk() outside of a rollout: write `with cache.rollout():` around the loop.")
+        if self._inside:
+            raise RollcacheError("chunk() inside a chunk: leave the first one before.")
+        self._chunk = self._chunk + 1 if index is None else index
+        self._settings = {
+            "rollout": self._rollout,
+            "chunk": self._chunk,
+            "conditions": tuple(conditions),
+            "segments": tuple(segments),
+            "kv_update": kv_update,
+            "fresh_noise": fresh_noise,
+        }
+        self._inside, self._step, self._branches, self._committed = True, -1, set(), False
+        try:
+            yield Pass(role=Role.DENOISE, **self._settings)
+            if self._mark is not None:
+                raise RollcacheError(f"the chunk ended, but the model was not called after {_verb(self._mark)}.")
+        finally:
+            self._inside, self._mark = False, None
+
+    def step(
+        self, index: int | None = None, *, branch: str = "cond", kv_write: bool = False, time: float | None = None
+    ) -> None:
+        """The next pass is a denoising step.
+
+        Args:
+            index: index of the step; by default the next one, or the same as before for a branch that has not had it
+                yet.
+            branch: see `Pass`.
+            kv_write: see `Pass`.
+            time: see `Pass`.
+        """
+        self._check("step")
+        if self._committed:
+            raise RollcacheError("step() after commit() in one chunk: the commit pass must come last.")
+        if index is None:
+            index = self._step if self._step >= 0 and branch not in self._branches else self._step + 1
+        if index != self._step:
+            self._step, self._branches = index, set()
+        self._branches.add(branch)
+        self._mark = Pass(role=Role.DENOISE, step=index, branch=branch, kv_write=kv_write, time=time, **self._settings)
+
+    def commit(self) -> None:
+        """The next pass writes the clean K/V of this chunk."""
+        self._check("commit")
+        self._committed = True
+        self._mark = Pass(role=Role.COMMIT, **self._settings)
+
+    def prefill(self) -> None:
+        """The next pass encodes given context."""
+        self._check("prefill")
+        self._mark = Pass(role=Role.PREFILL, **self._settings)
+
+    def locate(self, model: Any, args: Args, kwargs: Kwargs) -> Pass:
+        """The mark of the pass that begins now; every mark serves once."""
+        mark, self._mark = self._mark, None
+        if mark is None:
+            raise RollcacheError(
+                "the model was called without a mark: call cache.step() or cache.commit() before each pass, inside "
+                "`with cache.rollout(): with cache.chunk():`."
+            )
+        return mark
+
+    def _check(self, verb: str) -> None:
+        if not self._inside:
+            raise RollcacheError(
+                f"{verb}() outside of a chunk: write `with cache.chunk():` around the passes of a chunk."
+            )
+        if self._mark is not None:
+            raise RollcacheError(f"{verb}() after {_verb(self._mark)}, but the model was not called in between.")
+
+
+def _verb(mark: Pass) -> str:
+    return "step()" if mark.role is Role.DENOISE else f"{mark.role.value}()"

@@ -1,0 +1,194 @@
+"""Where in a rollout are we: passes, their token layout, their conditions, and the address of a cached residual.
+
+An adapter (or the marks of a hand-written loop) describes each forward of the transformer as a `Pass`.
+Nothing below this line of the library ever looks at a model's arguments again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RollcacheError(ValueError):
+    """Something that rollcache does not support or that was used out of order; the message says what to do."""
+
+
+class RollcacheWarning(UserWarning):
+    """A setting that gives up a guarantee, or that has no effect."""
+
+
+class Role(Enum):
+    """What one forward of the transformer is for."""
+
+    DENOISE = "denoise"
+    """A denoising step. The only role whose blocks may be replayed."""
+    COMMIT = "commit"
+    """Writes the clean K/V that later chunks attend to. Always exact, and never touches the cache."""
+    PREFILL = "prefill"
+    """Encodes given context (first frames, a new prompt). Always exact, and never touches the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The tokens of `views` cameras that share a grid, inside one hidden-state tensor.
+
+    Token (v, f, h, w) is `start + v*view_stride + f*frame_stride + h*W + w`, which expresses camera-major layouts
+    (`view_stride = F*H*W`, `frame_stride = H*W`) as well as frame-interleaved ones (`frame_stride` = tokens of all
+    cameras of one frame). Middle dimensions of a `[B, V, L, C]` tensor count as flattened.
+
+    Attributes:
+        name: name of the view group, for messages.
+        views: number of cameras.
+        grid: token grid (F, H, W) of one camera.
+        start: index of the first token.
+        view_stride: tokens from one camera to the next.
+        frame_stride: tokens from one latent frame to the next.
+        tensor: index into the hidden state when that is a list of tensors.
+    """
+
+    name: str
+    views: int
+    grid: tuple[int, int, int]
+    start: int
+    view_stride: int
+    frame_stride: int
+    tensor: int = 0
+
+    @classmethod
+    def contiguous(cls, name: str, views: int, grid: tuple[int, int, int], start: int = 0, tensor: int = 0) -> Segment:
+        """A segment whose cameras follow each other, frame-major inside a camera."""
+        frames, height, width = grid
+        return cls(name, views, grid, start, frames * height * width, height * width, tensor)
+
+    @property
+    def stop(self) -> int:
+        """One past the largest token index."""
+        frames, height, width = self.grid
+        return self.start + (self.views - 1) * self.view_stride + (frames - 1) * self.frame_stride + height * width
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Condition:
+    """What the blocks are conditioned on besides their hidden state, e.g. the ego actions of the window.
+
+    Attributes:
+        name: for messages.
+        value: any tensor whose shape stays the same during a rollout. A tensor on the host saves a synchronisation.
+        scale: typical size of a change, broadcastable to `value` (for actions: their standard deviation). It makes the
+            scaled test `max|value - stored| / scale` see a change in any dimension, whatever its unit. Without it the
+            test is the relative change of the whole vector, `|value - stored| / |stored|`, in which small units drown.
+    """
+
+    name: str
+    value: Tensor
+    scale: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Pass:
+    """One forward of the transformer.
+
+    Attributes:
+        role: only `DENOISE` passes are ever approximated.
+        rollout: key of the rollout whose state this pass uses.
+        chunk: index of the generation step. It never decreases in a rollout: a smaller one starts a new rollout.
+        step: denoising step inside the chunk, from 0.
+        branch: classifier-free-guidance branch; branches never share state.
+        segments: token layout of the hidden state. Empty: one flat row of tokens.
+        conditions: what else the blocks are conditioned on.
+        kv_update: the latent of this chunk will be committed: exact under `protect="chunk"`.
+        kv_write: K/V that *this denoise pass* writes stay in the cache, as in loops without a commit pass: exact unless
+            `protect="off"`.
+        fresh_noise: the chunk starts from noise that the chunk before did not use (`first_step="auto"`).
+        time: noise level or timestep. A residual is never reused at another one; None trusts `step`.
+    """
+
+    role: Role
+    rollout: Hashable = 0
+    chunk: int
+    step: int = 0
+    branch: str = "cond"
+    segments: tuple[Segment, ...] = ()
+    conditions: tuple[Condition, ...] = ()
+    kv_update: bool = False
+    kv_write: bool = False
+    fresh_noise: bool = False
+    time: float | None = None
+
+
+class Cell(NamedTuple):
+    """Address of a residual in a rollout: consecutive blocks `start <= b < stop` at one step of one branch.
+
+    The shape signature belongs to the rollout, not to the cell: a rollout holds one signature per branch at a time and
+    forgets everything when it changes.
+    """
+
+    branch: str
+    step: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """How far the conditions of a pass are from those under which a residual was computed.
+
+    Attributes:
+        distance: largest change, in units of `Condition.scale`; the scaled action test.
+        cosine: smallest raw cosine, the paper's action entry. Blind to length and dominated by large units.
+    """
+
+    distance: float
+    cosine: float
+
+
+UNMOVED = Moved(0.0, 1.0)
+STRANGERS = Moved(float("inf"), 0.0)
+ZERO_NORM = 1e-6
+"""Vectors shorter than this count as zero: similar to each other, to nothing else."""
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The conditions of a pass, copied, so that a caller may reuse its tensors."""
+
+    conditions: tuple[Condition, ...] = field(default=())
+
+    @classmethod
+    def of(cls, conditions: tuple[Condition, ...]) -> Snapshot:
+        """Copy the values."""
+        return cls(tuple(Condition(c.name, c.value.detach().clone(), c.scale) for c in conditions))
+
+    def moved(self, now: tuple[Condition, ...]) -> Moved:
+        """How far `now` is from this snapshot. Other names or shapes are infinitely far."""
+        then = self.conditions
+        if [(c.name, c.value.shape) for c in then] != [(c.name, c.value.shape) for c in now]:
+            return STRANGERS
+        if not now:
+            return UNMOVED
+        pairs = torch.stack([_moved(a, b.value) for a, b in zip(now, then, strict=True)]).tolist()
+        distances, cosines = zip(*pairs, strict=True)
+        finite = all(d == d and c == c for d, c in pairs)
+        return Moved(max(distances), min(cosines)) if finite else Moved(float("nan"), float("nan"))
+
+
+def _moved(condition: Condition, then: Tensor) -> Tensor:
+    """[distance, cosine] of one condition in float32."""
+    now = condition.value.detach().float()
+    then = then.to(now.device).float()
+    change = now - then
+    size_now, size_then = now.norm(), then.norm()
+    if condition.scale is not None:
+        distance = (change / condition.scale.to(now.device).float()).abs().max()
+    else:
+        distance = torch.where(change.norm() < ZERO_NORM, 0.0, change.norm() / size_then)
+    dot = (now * then).sum()
+    zeros = (size_now < ZERO_NORM).float() + (size_then < ZERO_NORM).float()
+    cosine = torch.where(zeros > 0, (zeros == 2).float(), dot / (size_now * size_then))
+    return torch.stack((distance, cosine))

@@ -1,0 +1,164 @@
+"""The state of one rollout, and every rule by which it ends: fail closed, the next chunk exact."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from rollcache.fingerprint import Hidden
+from rollcache.passes import Cell, Pass, RollcacheError, Segment
+from rollcache.policies.base import Policy
+from rollcache.store import Budget, Row
+
+log = logging.getLogger("rollcache")
+
+
+class Signature(NamedTuple):
+    """What the hidden state of a branch looks like; residuals of another signature are of no use."""
+
+    tensors: tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
+    segments: tuple[Segment, ...]
+
+    @classmethod
+    def of(cls, hidden: Hidden, segments: tuple[Segment, ...]) -> Signature:
+        """Describe a hidden state."""
+        return cls(tuple((t.shape, t.dtype, t.device) for t in hidden), segments)
+
+
+class Rollout:
+    """Everything that is remembered between the passes of one rollout.
+
+    Attributes:
+        policy: the method, with what it has learnt.
+        rows: stored residuals by (branch, step).
+        chunk: index of the chunk under way.
+        ordinal: chunks begun before this one since the state was last invalidated; -1 until one begins. Nothing is
+            stored before, so after an invalidation in mid-chunk the next chunk is exact.
+        dirty: K/V of replayed blocks is stale and waits for a commit pass.
+    """
+
+    def __init__(self, policy: Policy, budget: Budget, dtype: torch.dtype | None) -> None:
+        """Start empty."""
+        self.policy = policy
+        self.rows: dict[tuple[str, int], Row] = {}
+        self.chunk: int | None = None
+        self.ordinal = -1
+        self.dirty = False
+        self._budget = budget
+        self._dtype = dtype
+        self._signatures: dict[str, Signature] = {}
+        self._visited: set[tuple[str, int]] = set()
+        self._schedule: set[tuple[str, int]] | None = None
+        self._weights: object = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held."""
+        return sum(row.bytes for row in self.rows.values())
+
+    @property
+    def predicted(self) -> int:
+        """Bytes that will be held when every cell seen so far is stored."""
+        return sum(row.predicted for row in self.rows.values())
+
+    def begins(self, where: Pass) -> bool:
+        """Whether a denoise pass is the first of its chunk."""
+        return where.chunk != self.chunk or (where.branch, where.step) in self._visited
+
+    def enter(self, where: Pass, weights: Callable[[], object]) -> bool:
+        """Take note of a denoise pass.
+
+        Args:
+            where: the pass.
+            weights: gives a token that changes with the weights of the blocks; asked when a chunk begins.
+
+        Returns:
+            Whether a chunk begins.
+        """
+        begins = self.begins(where)
+        if begins:
+            self._begin(where, weights())
+        self._visited.add((where.branch, where.step))
+        return begins
+
+    def _begin(self, where: Pass, weights: object) -> None:
+        if self.chunk is not None and where.chunk <= self.chunk:
+            self.clear("the chunk index went back, which starts a new rollout")
+        if self._weights != weights:
+            self.clear("the weights changed")
+        if self.dirty:
+            raise RollcacheError(
+                f"no commit pass since chunk {self.chunk}, although its replayed blocks left stale K/V behind: run the "
+                "commit pass of every chunk, or declare the passes whose K/V stays with kv_write."
+            )
+        if self._visited and self.ordinal >= 0:
+            if self._schedule is not None and self._schedule != self._visited:
+                self.clear("the steps or branches of a chunk changed")
+            else:
+                self._schedule = self._visited
+        self._weights = weights
+        self._visited = set()
+        self.chunk = where.chunk
+        self.ordinal += 1
+
+    def settle(self, branch: str, signature: Signature) -> None:
+        """Compare the hidden state of a pass with the passes of this branch before it."""
+        known = self._signatures.get(branch)
+        if known is not None and known != signature:
+            visited = self._visited
+            self.clear(f"the hidden state changed from {_describe(known)} to {_describe(signature)}")
+            if len(visited) == 1:  # nothing else has happened in this chunk: it is the first of a new life
+                self._visited, self.ordinal = visited, 0
+        self._signatures[branch] = signature
+
+    def row(self, where: Pass, cells: tuple[Cell, ...]) -> Row:
+        """Where the residuals of a pass are kept."""
+        key = (where.branch, where.step)
+        row = self.rows.get(key)
+        if row is None:
+            row = self.rows[key] = Row(cells, self._budget, self._dtype)
+        elif row.time != where.time:
+            row.drop()
+        row.time = where.time
+        return row
+
+    def schedule(self) -> list[tuple[str, int]]:
+        """The (branch, step) pairs that a chunk of this rollout is made of, as far as known."""
+        return sorted(self._visited or self._schedule or ())
+
+    def may_skip(self, where: Pass, weights: Callable[[], object]) -> bool:
+        """Whether a chunk could be emitted from what this rollout remembers."""
+        return (
+            self.chunk is not None
+            and where.chunk > self.chunk
+            and self.ordinal >= 0
+            and self.ordinal + 1 >= self.policy.warmup_chunks
+            and self._schedule in (None, self._visited)
+            and self._weights == weights()
+        )
+
+    def skip(self, chunk: int) -> None:
+        """Take note of a chunk that is emitted without any pass."""
+        self.chunk = chunk
+        self.ordinal += 1
+
+    def clear(self, why: str) -> None:
+        """Forget everything that was learnt. Until a chunk begins, nothing is stored."""
+        if self.rows:
+            log.info("rollcache: %s; the next chunk is computed in full.", why)
+        for row in self.rows.values():
+            row.drop()
+        self.rows.clear()
+        self._signatures.clear()
+        self._schedule = None
+        self._visited = set()
+        self.ordinal = -1
+        self.dirty = False
+        self.policy.reset()
+
+
+def _describe(signature: Signature) -> str:
+    return " + ".join(f"{list(shape)} {str(dtype)[6:]} {device}" for shape, dtype, device in signature.tensors)

@@ -1,0 +1,236 @@
+"""Residuals and fingerprints of one rollout: bytes, dtype, budget, and the sums that make a replayed run one addition.
+
+A `Row` holds one denoising step of one branch. Its buffers are allocated once and overwritten in place: nothing stored
+is ever an alias of a tensor that the model owns, and memory does not grow with the rollout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollcache.fingerprint import Hidden, Sampler, Sizes, sizes
+from rollcache.passes import Cell, Snapshot
+
+
+@dataclass(slots=True)
+class Budget:
+    """Bytes that all rollouts of a cache may hold together; `limit=None` is unlimited."""
+
+    limit: int | None = None
+    used: int = 0
+    refused: int = 0
+
+    def admit(self, size: int) -> bool:
+        """Reserve `size` bytes. A refusal means computing, never failing."""
+        if self.limit is not None and self.used + size > self.limit:
+            self.refused += 1
+            return False
+        self.used += size
+        return True
+
+
+@dataclass(slots=True)
+class Entry:
+    """What is stored for one cell.
+
+    Attributes:
+        residual: output minus input of the span, one tensor per stream, in the storage dtype.
+        dtypes: dtype of the output, per stream.
+        chunk: when it was computed.
+        snapshot: the conditions it was computed under.
+        health: 0-d tensor, finite if and only if everything that the span returned was.
+        replays: how many times in a row it was replayed.
+        finite: what `health` says, once asked.
+    """
+
+    residual: Hidden
+    dtypes: tuple[torch.dtype, ...]
+    chunk: int
+    snapshot: Snapshot
+    health: Tensor
+    replays: int = 0
+    finite: bool | None = None
+
+
+class Row:
+    """Everything stored for one step of one branch: an `Entry` per span, and the fingerprints of all in one tensor.
+
+    Attributes:
+        cells: addresses of the spans, in block order.
+        entries: what is stored, None where nothing is.
+        bank: fingerprints of the inputs, `[n, Bt, N, C]`, once there are any.
+        time: the noise level that the entries belong to.
+        bytes: what is held.
+        predicted: what will be held when every span is stored, known from the shapes of the first.
+    """
+
+    def __init__(self, cells: tuple[Cell, ...], budget: Budget, dtype: torch.dtype | None = None) -> None:
+        """Start empty; `dtype` is the storage dtype of residuals, None keeps that of the hidden state."""
+        self.cells = cells
+        self.entries: list[Entry | None] = [None] * len(cells)
+        self.bank: Tensor | None = None
+        self.time: float | None = None
+        self.bytes = self.predicted = 0
+        self._budget = budget
+        self._dtype = dtype
+        self._stamps = [-1] * len(cells)  # the pass in which a fingerprint was written
+        self._sizes: Sizes | None = None
+        self._run: tuple[int, int] | None = None  # the spans whose summed residual is in _total
+        self._total: Hidden | None = None
+
+    def keep(
+        self,
+        span: int,
+        before: Hidden,
+        after: Hidden,
+        *,
+        chunk: int,
+        snapshot: Snapshot,
+        stamp: int,
+        fingerprint: Tensor | None = None,
+        health: Tensor | None = None,
+    ) -> bool:
+        """Store the residual `after - before` of a span.
+
+        Args:
+            span: index into `cells`.
+            before: its input, one tensor per stream.
+            after: its output, of the same shapes.
+            chunk: index of the chunk.
+            snapshot: conditions of the pass.
+            stamp: serial number of the pass.
+            fingerprint: of the input, `[Bt, N, C]`; None for policies that do not look.
+            health: 0-d tensor that is finite if and only if the output is; None derives it from the residual.
+
+        Returns:
+            False when the budget did not allow it: then nothing is stored for this span.
+        """
+        if self._run is not None and self._run[0] <= span < self._run[1]:
+            self._run = None
+        if not self.predicted:
+            self.predicted = self._predict(after, fingerprint)
+        if fingerprint is not None and self.bank is None:
+            bank = self._reserve((fingerprint,), fingerprint.dtype, len(self.cells))
+            if bank is None:
+                return False
+            self.bank = bank[0]
+        old = self.entries[span]
+        residual = old.residual if old is not None else self._reserve(after, self._dtype)
+        if residual is None:
+            return False
+        for r, a, b in zip(residual, after, before, strict=True):
+            torch.sub(a, b, out=r)
+        if health is None:
+            health = torch.stack([r.sum(dtype=torch.float32) for r in residual]).sum()
+        self.entries[span] = Entry(residual, tuple(a.dtype for a in after), chunk, snapshot, health)
+        if fingerprint is not None:
+            self.write(span, fingerprint, stamp)
+        return True
+
+    def write(self, span: int, fingerprint: Tensor, stamp: int) -> None:
+        """Remember the fingerprint of a span's input."""
+        assert self.bank is not None
+        self.bank[span].copy_(fingerprint)
+        self._stamps[span] = stamp
+        self._sizes = None
+
+    def linked(self, span: int) -> bool:
+        """Whether the fingerprints of `span` and `span + 1` stem from one pass, i.e. differ by the stored residual."""
+        return self._stamps[span] == self._stamps[span + 1] >= 0
+
+    def sizes(self, sampler: Sampler) -> Sizes:
+        """Sizes of all stored fingerprints, measured when they have changed."""
+        assert self.bank is not None
+        if self._sizes is None:
+            self._sizes = sizes(self.bank, sampler)
+        return self._sizes
+
+    def finite(self, span: int) -> bool:
+        """Whether a stored span returned finite numbers. The first question after a store asks for all at once."""
+        entry = self.entries[span]
+        assert entry is not None
+        if entry.finite is None:
+            fresh = [e for e in self.entries if e is not None and e.finite is None]
+            for e, ok in zip(fresh, torch.isfinite(torch.stack([e.health for e in fresh])).tolist(), strict=True):
+                e.finite = ok
+        return bool(entry.finite)
+
+    def keep_run(self, start: int, stop: int, before: Hidden, after: Hidden) -> None:
+        """Store the residual of a run of spans computed in one pass: what went in, subtracted from what came out."""
+        total = self._room(start, stop)
+        if total is not None:
+            for t, a, b in zip(total, after, before, strict=True):
+                torch.sub(a, b, out=t)
+            self._run = (start, stop)
+
+    def total(self, start: int, stop: int) -> Hidden:
+        """Residual of the spans `start <= s < stop` together, so that replaying them is one addition.
+
+        A run that was computed in one pass has it already. Any other is summed up in float32, and kept for the next
+        time unless a longer one is.
+        """
+        parts = [e.residual for e in self.entries[start:stop] if e is not None]
+        assert len(parts) == stop - start > 0
+        if len(parts) == 1:
+            return parts[0]
+        if self._run == (start, stop) and self._total is not None:
+            return self._total
+        total: list[Tensor] = []
+        for stream in zip(*parts, strict=True):
+            acc = stream[0].float() + stream[1]
+            for r in stream[2:]:
+                acc += r
+            total.append(acc.to(stream[0].dtype))
+        room = self._room(start, stop)
+        if room is not None:
+            for r, t in zip(room, total, strict=True):
+                r.copy_(t)
+            self._run = (start, stop)
+        return tuple(total)
+
+    def drop(self) -> None:
+        """Forget everything and give the bytes back."""
+        self._budget.used -= self.bytes
+        self.bytes = 0
+        self.entries = [None] * len(self.cells)
+        self.bank = self._sizes = self._run = self._total = None
+        self._stamps = [-1] * len(self.cells)
+
+    def _room(self, start: int, stop: int) -> Hidden | None:
+        """Where to put the total of a run; None when a longer one is there or the budget says no."""
+        if self._run is not None and self._run[1] - self._run[0] > stop - start:
+            return None
+        if self._total is None:
+            entry = self.entries[start]
+            assert entry is not None
+            self._total = self._reserve(entry.residual, None)
+        return self._total
+
+    def _reserve(self, like: Hidden, dtype: torch.dtype | None, copies: int | None = None) -> Hidden | None:
+        """Buffers of the shapes of `like`, or None when the budget or the device has no room."""
+        size = _size(like, dtype) * (copies or 1)
+        if not self._budget.admit(size):
+            return None
+        leading = () if copies is None else (copies,)
+        try:
+            with torch.inference_mode(False):
+                buffers = tuple(torch.empty(leading + t.shape, dtype=dtype or t.dtype, device=t.device) for t in like)
+        except torch.OutOfMemoryError:
+            self._budget.used -= size
+            self._budget.refused += 1
+            return None
+        self.bytes += size
+        return buffers
+
+    def _predict(self, after: Hidden, fingerprint: Tensor | None) -> int:
+        """Bytes of this row when every span is stored, with the total of a run and the fingerprints."""
+        spans = len(self.cells)
+        residuals = (spans + (spans > 1)) * _size(after, self._dtype)
+        return residuals + (0 if fingerprint is None else spans * fingerprint.nbytes)
+
+
+def _size(tensors: Hidden, dtype: torch.dtype | None) -> int:
+    return sum(t.numel() * (dtype or t.dtype).itemsize for t in tensors)
