@@ -7,6 +7,7 @@ so haze is made of translucent cylinders around the ego, which all seven cameras
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
 Array = np.ndarray
 TILE = 40.0  # metres; the unit of culling
 DETAIL_DISTANCE = 55.0  # metres
-HAZE: tuple[tuple[float, float], ...] = ((0.26, 0.10), (0.39, 0.14), (0.53, 0.18), (0.67, 0.24), (0.80, 0.34), (0.92, 0.5))  # radius as a share of the view, opacity
+HAZE: tuple[tuple[float, float], ...] = (
+    (0.26, 0.10),
+    (0.39, 0.14),
+    (0.53, 0.18),
+    (0.67, 0.24),
+    (0.80, 0.34),
+    (0.92, 0.5),
+)  # radius as a share of the view, opacity
 SKIES: tuple[tuple[Colour, Colour], ...] = (  # zenith, horizon
     ((0.36, 0.58, 0.86), (0.80, 0.87, 0.92)),
     ((0.46, 0.62, 0.80), (0.87, 0.87, 0.84)),
@@ -35,7 +43,7 @@ SKIES: tuple[tuple[Colour, Colour], ...] = (  # zenith, horizon
 
 def _panda() -> Any:
     try:
-        import panda3d.core
+        import panda3d.core  # type: ignore[import-untyped]
     except ImportError as error:
         raise ImportError('drawing the street world needs panda3d: pip install "rollcache[street]"') from error
     return panda3d.core
@@ -78,7 +86,9 @@ class Renderer:
     def __enter__(self) -> Renderer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -141,7 +151,9 @@ class Renderer:
             rows["rgba"][:, 3] = 255
             rows["rgba"][:, : batch.colour.shape[-1]] = batch.colour.reshape(n, -1) * 255 + 0.5
             memoryview(data.modifyArray(0)).cast("B")[:] = rows.tobytes()
-            index = (np.arange(0, n, 4, dtype=np.uint32)[:, None] + np.array([0, 1, 2, 0, 2, 3], np.uint32)).astype("<u4")
+            index = (np.arange(0, n, 4, dtype=np.uint32)[:, None] + np.array([0, 1, 2, 0, 2, 3], np.uint32)).astype(
+                "<u4"
+            )
             triangles = p.GeomTriangles(p.Geom.UHStatic)
             triangles.setIndexType(p.Geom.NTUint32)
             array = triangles.modifyVertices()
@@ -200,23 +212,47 @@ class Renderer:
         mesh = Mesh()
         bands = ((-4.0, 0.0), (6.0, 0.0), (20.0, 0.22), (45.0, 0.55), (90.0, 0.85), (240.0, 1.0))
         mix = np.asarray(zenith) - np.asarray(horizon)
-        for (z0, f0), (z1, f1) in zip(bands, bands[1:], strict=False):
-            mesh.quads(GROUND, _ring(angle, 150.0, np.full(49, z0), np.full(49, z1)), _shades(np.asarray(horizon) + mix * f0, np.asarray(horizon) + mix * f1, 48))
+        for (z0, f0), (z1, f1) in pairwise(bands):
+            mesh.quads(
+                GROUND,
+                _ring(angle, 150.0, np.full(49, z0), np.full(49, z1)),
+                _shades(np.asarray(horizon) + mix * f0, np.asarray(horizon) + mix * f1, 48),
+            )
         sky = self._attach(self.halo, "sky", mesh.merged())
         sky.setBin("background", 0, 1)
         clouds = Mesh()
-        uv = np.stack([np.stack([angle[1:], angle[:-1], angle[:-1], angle[1:]], -1) / math.pi, np.tile([0.0, 0.0, 1.0, 1.0], (48, 1))], -1)
-        clouds.quads(GROUND, _ring(angle + float(rng.uniform(0, 6)), 149.0, np.full(49, 8.0), np.full(49, 110.0)), (1.0, 1.0, 1.0), "sky", uv)
+        uv = np.stack(
+            [
+                np.stack([angle[1:], angle[:-1], angle[:-1], angle[1:]], -1) / math.pi,
+                np.tile([0.0, 0.0, 1.0, 1.0], (48, 1)),
+            ],
+            -1,
+        )
+        clouds.quads(
+            GROUND,
+            _ring(angle + float(rng.uniform(0, 6)), 149.0, np.full(49, 8.0), np.full(49, 110.0)),
+            (1.0, 1.0, 1.0),
+            "sky",
+            uv,
+        )
         path = self._attach(self.halo, "clouds", clouds.merged())
-        path.setAttrib(p.ColorBlendAttrib.make(p.ColorBlendAttrib.MAdd, p.ColorBlendAttrib.OOne, p.ColorBlendAttrib.OOne))
+        path.setAttrib(
+            p.ColorBlendAttrib.make(p.ColorBlendAttrib.MAdd, p.ColorBlendAttrib.OOne, p.ColorBlendAttrib.OOne)
+        )
         path.setBin("background", 1, 1)
         hills = Mesh()
         steps = np.linspace(0, 2 * math.pi, 97)
         city = episode.scenario != "highway"
         for radius, blend, amount in ((148.0, 0.72, 9.0), (147.0, 0.55, 5.5)):
-            wave = sum(float(rng.uniform(0.3, 1.0)) / k * np.sin(k * steps + float(rng.uniform(0, 6))) for k in (2, 3, 5, 8, 13))
+            wave = sum(
+                float(rng.uniform(0.3, 1.0)) / k * np.sin(k * steps + float(rng.uniform(0, 6)))
+                for k in (2, 3, 5, 8, 13)
+            )
             top = np.maximum(amount * (0.55 + 0.4 * wave), 0.6)
-            tone = np.asarray((0.52, 0.56, 0.62) if city else (0.38, 0.52, 0.42)) * (1 - blend) + np.asarray(horizon) * blend
+            tone = (
+                np.asarray((0.52, 0.56, 0.62) if city else (0.38, 0.52, 0.42)) * (1 - blend)
+                + np.asarray(horizon) * blend
+            )
             hills.quads(GROUND, _ring(steps, radius, np.full(97, -3.0), top), tuple(tone))
         self._attach(self.halo, "hills", hills.merged()).setBin("background", 2, 1)
         plain = Mesh()
@@ -237,7 +273,7 @@ class Renderer:
                     np.zeros((24, 4, 2)),
                     _shades(np.array([*horizon, a0 * opacity]), np.array([*horizon, a1 * opacity]), 24),
                 )
-                for (z0, a0), (z1, a1) in zip(levels, levels[1:], strict=False)
+                for (z0, a0), (z1, a1) in pairwise(levels)
             ]
             whole = Batch(*(np.concatenate([getattr(b, f) for b in batches]) for f in ("corners", "uv", "colour")))
             path = self._attach(self.halo, "haze", {(SOLID, ""): whole})
@@ -293,7 +329,9 @@ class Renderer:
     def _read(self, group: ViewGroup, image: Any) -> Array:
         """The averaged pictures of one buffer, uint8 [V, H, W, 3]."""
         n, views = self.scale, len(group.cameras)
-        raw = np.frombuffer(memoryview(image.getRamImage()), np.uint8).reshape(views * group.height * n, group.width * n, 4)[::-1]
+        raw = np.frombuffer(memoryview(image.getRamImage()), np.uint8).reshape(
+            views * group.height * n, group.width * n, 4
+        )[::-1]
         rows = raw[0::n].astype(np.uint16)
         for k in range(1, n):
             rows += raw[k::n]

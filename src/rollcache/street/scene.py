@@ -112,17 +112,19 @@ class Scene:
 
     def _world(self, path: np.ndarray) -> tuple[tuple[Chunk, ...], list[Box]]:
         """The chunks within sight of the path [T, 2], and the boxes of all parked vehicles in them."""
-        sparse = path[:: max(1, len(path) // 400)]
-        corridor = Corridor(sparse)
-        chunks, parked = [], []
-        for key in self.layout.chunks_near(sparse[::4], view_distance(self.scenario) + 8.0):
+        corridor = Corridor(path)
+        chunks: list[Chunk] = []
+        parked: list[Box] = []
+        for key in self.layout.chunks_near(path[::4], view_distance(self.scenario) + 8.0):
             if isinstance(self.layout, GridLayout):
                 mesh, cars = build_cell(self.layout, key, corridor, self.sun)
                 for kind, pose, colour in cars:
                     for p, c in zip(pose, colour, strict=True):
                         size = SIZES[kind]
                         rgb = (float(c[0]), float(c[1]), float(c[2]))
-                        parked.append(Box(-1 - len(parked), kind, rgb, (float(p[0]), float(p[1]), size[2] / 2), size, float(p[2])))
+                        parked.append(
+                            Box(-1 - len(parked), kind, rgb, (float(p[0]), float(p[1]), size[2] / 2), size, float(p[2]))
+                        )
             else:
                 mesh = build_piece(self.layout, key, corridor, self.sun)
             chunks.append(Chunk(key, mesh, self.layout.chunk_box(key)))

@@ -13,7 +13,7 @@ import numpy as np
 from rollcache.street import ego as ego_car
 from rollcache.street.ego import EgoState, yaw_rate_of
 from rollcache.street.rig import FPS
-from rollcache.street.scene_layout import GridLane, GridLayout, HighwayLayout, make_layout
+from rollcache.street.scene_layout import GridLayout, HighwayLayout, make_layout
 from rollcache.street.scene_mesh import rng_of
 from rollcache.street.scene_objects import SIZES
 from rollcache.street.traffic import Agent, Traffic, ahead, idm
@@ -51,7 +51,9 @@ class Route:
         return float(np.sqrt(self.cap[part] ** 2 + 2 * brake * (self.run[part] - self.run[self.at])).min())
 
 
-def grid_route(layout: GridLayout, rng: np.random.Generator, start: EgoState, length: float, turns: bool = True) -> Route:
+def grid_route(
+    layout: GridLayout, rng: np.random.Generator, start: EgoState, length: float, turns: bool = True
+) -> Route:
     """A route along the streets from `start` (which lies on a lane), with turns and lane changes drawn from `rng`."""
     p = layout.pitch
     d = np.array([round(math.cos(start.yaw)), round(math.sin(start.yaw))])
@@ -75,14 +77,15 @@ def grid_route(layout: GridLayout, rng: np.random.Generator, start: EgoState, le
         k2 = layout.lanes - 1 if near else int(rng.integers(layout.lanes))
         corner = centre + right * wish + right2 * layout.offset(k2) if turn else centre + right * wish
         end = corner - d * (radius if turn else 0.0)
-        run = float((end - here) @ d)
+        reach = float((end - here) @ d)
         # the straight, with a lane change eased in
-        t = np.arange(1.0, max(run, 1.0) + 1e-6, 1.0)
-        blend = np.clip((t - 4.0) / min(26.0, max(run - 6.0, 6.0)), 0, 1)
+        t = np.arange(1.0, max(reach, 1.0) + 1e-6, 1.0)
+        blend = np.clip((t - 4.0) / min(26.0, max(reach - 6.0, 6.0)), 0, 1)
         off = lateral + (wish - lateral) * (0.5 - 0.5 * np.cos(np.pi * blend))
         base = centre + d * float((here - centre) @ d)
         straight = base + t[:, None] * d + off[:, None] * right
-        lights.append((total + float((centre - here) @ d) - layout.half - 6.5, *(int(v) for v in np.round(centre / p)), axis))
+        i, j = (n, road) if axis == 0 else (road, n)
+        lights.append((total + float((centre - here) @ d) - layout.half - 6.5, i, j, axis))
         pieces.append(straight)
         caps.append(np.full(len(t), 99.0))
         total += len(t)
@@ -118,12 +121,16 @@ class Driver:
         self.steer, self.frame, self.redraw, self.wish, self.lane = 0.0, 0, 0, 0.0, 0
         self.u_sign, self.u_from, self.u_next, self.u_steps = 0, 0.0, math.inf, 0
         if isinstance(layout, GridLayout):
-            self.route: Route | None = grid_route(layout, self.rng, self.state, 16.0 * frames / FPS + 120.0, layout.scenario == "urban")
+            self.route: Route | None = grid_route(
+                layout, self.rng, self.state, 16.0 * frames / FPS + 120.0, layout.scenario == "urban"
+            )
             if layout.scenario == "u-turn":
                 self.u_next = float(self.rng.uniform(10, 45))
         else:
             self.route = None
-            self.lane = round((abs(float(self.state.y) - float(layout.middle(self.state.x))) - layout.inner) / layout.lane_width - 0.5)
+            self.lane = round(
+                (abs(float(self.state.y) - float(layout.middle(self.state.x))) - layout.inner) / layout.lane_width - 0.5
+            )
             self.place = float(self.lane)
         self._new_wish()
         self.speed = 0.0 if self.rng.random() < 0.12 else self.wish * float(self.rng.uniform(0.6, 1.0))
@@ -133,7 +140,9 @@ class Driver:
         rng, roll = self.rng, float(self.rng.random())
         self.redraw = self.frame + int(rng.integers(20, 61))
         if isinstance(self.layout, HighwayLayout):
-            self.wish = float(rng.uniform(18, 34)) if roll < 0.84 else (float(rng.uniform(6, 14)) if roll < 0.94 else 0.0)
+            self.wish = (
+                float(rng.uniform(18, 34)) if roll < 0.84 else (float(rng.uniform(6, 14)) if roll < 0.94 else 0.0)
+            )
             if rng.random() < 0.5:
                 self.lane = int(np.clip(self.lane + rng.choice([-1, 1]), 0, self.layout.lanes - 1))
         else:
@@ -145,7 +154,13 @@ class Driver:
         for a in traffic.agents:
             dx, dy = a.pose[0] - st.x, a.pose[1] - st.y
             along = math.cos(st.yaw) * dx + math.sin(st.yaw) * dy
-            if a.speed > 1.0 and a.kind != "pedestrian" and -6.0 < along < 42.0 and math.hypot(dx, dy) < 45.0 and math.cos(a.pose[2] - st.yaw) < 0.3:
+            if (
+                a.speed > 1.0
+                and a.kind != "pedestrian"
+                and -6.0 < along < 42.0
+                and math.hypot(dx, dy) < 45.0
+                and math.cos(a.pose[2] - st.yaw) < 0.3
+            ):
                 return False
         return True
 
@@ -190,7 +205,12 @@ class Driver:
             axis = int(abs(math.sin(st.yaw)) > 0.7)
             s = (st.x, st.y)[axis]
             clear = abs(s / layout.pitch - round(s / layout.pitch)) * layout.pitch > layout.half + 8
-            if self.frame > self.u_next and clear and self.speed < U_SPEED + 0.4 and (self._room(traffic) or self.frame > self.u_next + 30):
+            if (
+                self.frame > self.u_next
+                and clear
+                and self.speed < U_SPEED + 0.4
+                and (self._room(traffic) or self.frame > self.u_next + 30)
+            ):
                 self.u_sign, self.u_from = layout.side, st.yaw
             return
         if abs(st.yaw - self.u_from) < math.radians(158):
@@ -209,7 +229,11 @@ class Driver:
         """Acceleration (m/s^2) under the wish, the turns, the lights and the agents ahead."""
         wish = self.wish
         if self.u_sign or self.frame > self.u_next - 18:
-            wish = U_SPEED if self.u_sign else min(max(wish, U_SPEED), U_SPEED + max(0.0, (self.u_next - self.frame) * 0.2))
+            wish = (
+                U_SPEED
+                if self.u_sign
+                else min(max(wish, U_SPEED), U_SPEED + max(0.0, (self.u_next - self.frame) * 0.2))
+            )
         if self.route is not None and not self.u_sign:
             wish = min(wish, self.route.allowed())
         acc = float(np.clip(1.6 * (wish - self.speed), -4.2, 2.4))
@@ -237,7 +261,8 @@ class Driver:
         return float(self.route.run[part][i] - self.route.run[self.route.at]) - room if far[i] < 1.7 and i > 0 else None
 
     def _mind_lights(self, traffic: Traffic) -> float:
-        assert self.route is not None and isinstance(self.layout, GridLayout)
+        assert self.route is not None
+        assert isinstance(self.layout, GridLayout)
         here = float(self.route.run[self.route.at])
         for at, i, j, axis in self.route.lights:
             gap = at - here - ego_car.LENGTH / 2

@@ -46,10 +46,12 @@ def _turned(axis: int, along: Array, across: Array) -> Array:
     return np.stack([along, across] if axis == 0 else [across, along], -1)
 
 
-def _rects(mesh: Mesh, axis: int, a0: Array | float, a1: Array | float, c0: Array | float, c1: Array | float, colour: Colour) -> None:
+def _rects(
+    mesh: Mesh, axis: int, a0: Array | float, a1: Array | float, c0: Array | float, c1: Array | float, colour: Colour
+) -> None:
     """Painted rectangles given along and across a street."""
-    box = (a0, a1, c0, c1) if axis == 0 else (c0, c1, a0, a1)
-    mesh.flat(MARK, *(np.asarray(v, float) for v in box), z=0.0, colour=colour)
+    x0, x1, y0, y1 = (a0, a1, c0, c1) if axis == 0 else (c0, c1, a0, a1)
+    mesh.flat(MARK, x0, x1, y0, y1, 0.0, colour)
 
 
 def _markings(mesh: Mesh, layout: GridLayout, axis: int, road: int, cell: int) -> None:
@@ -76,11 +78,13 @@ def _markings(mesh: Mesh, layout: GridLayout, axis: int, road: int, cell: int) -
     w = layout.side * layout.lanes * layout.lane_width
     right = -1 if axis == 0 else 1  # sign of "right of travel towards +" in the across coordinate
     for at, way in ((stop1, 1), (stop0, -1)):
-        c = sorted((mid, mid + right * way * w))
-        _rects(mesh, axis, at - 0.2, at + 0.2, c[0], c[1], PAINT)
+        c0, c1 = sorted((mid, mid + right * way * w))
+        _rects(mesh, axis, at - 0.2, at + 0.2, c0, c1, PAINT)
 
 
-def _parked(layout: GridLayout, rng: np.random.Generator, axis: int, road: int, cell: int, corridor: Corridor) -> list[tuple[str, Array, Array]]:
+def _parked(
+    layout: GridLayout, rng: np.random.Generator, axis: int, road: int, cell: int, corridor: Corridor
+) -> list[tuple[str, Array, Array]]:
     """Parked vehicles of a street piece: (class, poses [N, 3], colours [N, 3])."""
     p, h = layout.pitch, layout.half
     density = 0.25 if layout.scenario == "u-turn" else float(rng.uniform(0.25, 0.75))
@@ -109,7 +113,9 @@ def _lots(rng: np.random.Generator, length: float) -> Array:
     return np.concatenate([[0.0], cuts, [length]])
 
 
-def _houses(mesh: Mesh, layout: GridLayout, rng: np.random.Generator, box: tuple[float, float, float, float], corridor: Corridor) -> None:
+def _houses(
+    mesh: Mesh, layout: GridLayout, rng: np.random.Generator, box: tuple[float, float, float, float], corridor: Corridor
+) -> None:
     """Rows of buildings along the four fronts of a block's inner rectangle."""
     x0, x1, y0, y1 = box
     tall = float(rng.uniform(7.5, 17.0))
@@ -134,11 +140,13 @@ def _houses(mesh: Mesh, layout: GridLayout, rng: np.random.Generator, box: tuple
     buildings(mesh, c[keep], s[keep], height[keep], rng, shops[keep])
 
 
-def build_cell(layout: GridLayout, key: tuple[int, int], corridor: Corridor, sun: tuple[float, float, float]) -> tuple[Mesh, list[tuple[str, Array, Array]]]:
+def build_cell(
+    layout: GridLayout, key: tuple[int, int], corridor: Corridor, sun: tuple[float, float, float]
+) -> tuple[Mesh, list[tuple[str, Array, Array]]]:
     """Mesh and parked vehicles of cell (i, j): its block, its west and south streets and its south-west crossing."""
     i, j = key
     rng = rng_of(layout.seed, i, j, 21)
-    mesh, p, h = Mesh(sun), layout.pitch, layout.half
+    mesh, h = Mesh(sun), layout.half
     x0, x1, y0, y1 = layout.chunk_box(key)
     mesh.flat(GROUND, x0 - h, x1 - h, y0 - h, y1 - h, 0.0, ASPHALT, "asphalt", 6.0)
     _markings(mesh, layout, 0, j, i)
@@ -151,14 +159,31 @@ def build_cell(layout: GridLayout, key: tuple[int, int], corridor: Corridor, sun
     centre, size = np.array([(bx0 + bx1) / 2, (by0 + by1) / 2, 0.0]), np.array([bx1 - bx0, by1 - by0])
     mesh.frusta(centre, size, size, WALK_HEIGHT, 0.0, KERB)
     w, k = layout.walk, 0.3
-    for a0, a1, c0, c1 in ((bx0, bx1, by0, by0 + w), (bx0, bx1, by1 - w, by1), (bx0, bx0 + w, by0 + w, by1 - w), (bx1 - w, bx1, by0 + w, by1 - w)):
+    for a0, a1, c0, c1 in (
+        (bx0, bx1, by0, by0 + w),
+        (bx0, bx1, by1 - w, by1),
+        (bx0, bx0 + w, by0 + w, by1 - w),
+        (bx1 - w, bx1, by0 + w, by1 - w),
+    ):
         mesh.flat(SOLID, a0, a1, c0, c1, WALK_HEIGHT, PAVING, "paving", 4.0)
-    for a0, a1, c0, c1 in ((bx0, bx1, by0, by0 + k), (bx0, bx1, by1 - k, by1), (bx0, bx0 + k, by0, by1), (bx1 - k, bx1, by0, by1)):
+    for a0, a1, c0, c1 in (
+        (bx0, bx1, by0, by0 + k),
+        (bx0, bx1, by1 - k, by1),
+        (bx0, bx0 + k, by0, by1),
+        (bx1 - k, bx1, by0, by1),
+    ):
         mesh.flat(SOLID, a0, a1, c0, c1, WALK_HEIGHT + 0.01, KERB)
     inner = (bx0 + w, bx1 - w, by0 + w, by1 - w)
-    kind = rng.random()
-    park = kind < 0.16
-    mesh.flat(SOLID, *inner, z=WALK_HEIGHT, colour=GRASS if park or kind < 0.4 else PAVING, texture="grass" if park or kind < 0.4 else "paving", tile=5.0)
+    use = rng.random()
+    park = use < 0.16
+    mesh.flat(
+        SOLID,
+        *inner,
+        z=WALK_HEIGHT,
+        colour=GRASS if park or use < 0.4 else PAVING,
+        texture="grass" if park or use < 0.4 else "paving",
+        tile=5.0,
+    )
     if park:
         n = int((inner[1] - inner[0]) * (inner[3] - inner[2]) / 170)
         xy = np.column_stack([rng.uniform(inner[0] + 2, inner[1] - 2, n), rng.uniform(inner[2] + 2, inner[3] - 2, n)])
@@ -168,7 +193,12 @@ def build_cell(layout: GridLayout, key: tuple[int, int], corridor: Corridor, sun
 
     leafy = float(rng.uniform(0.3, 0.95))
     step = float(rng.uniform(9.0, 13.0))
-    for axis, lo, hi, c, face in ((0, bx0, bx1, by0 + 1.0, -1), (0, bx0, bx1, by1 - 1.0, 1), (1, by0, by1, bx0 + 1.0, -1), (1, by0, by1, bx1 - 1.0, 1)):
+    for axis, lo, hi, c, face in (
+        (0, bx0, bx1, by0 + 1.0, -1),
+        (0, bx0, bx1, by1 - 1.0, 1),
+        (1, by0, by1, bx0 + 1.0, -1),
+        (1, by0, by1, bx1 - 1.0, 1),
+    ):
         along = np.arange(lo + 7.0, hi - 6.0, step)
         xy = _turned(axis, along, np.full(len(along), c))
         keep = (rng.random(len(along)) < leafy) & corridor.free(xy, 3.0)

@@ -30,7 +30,7 @@ def _clear(corridor: Corridor, a: Array, b: Array) -> Array:
     """Bool [N]: True where the segments a -> b [N, 2] are nowhere near the path of the ego."""
     t = np.linspace(0, 1, 6)[:, None, None]
     points = a[None] * (1 - t) + b[None] * t
-    return corridor.free(points.reshape(-1, 2), 2.4).reshape(len(t), -1).all(0)
+    return np.asarray(corridor.free(points.reshape(-1, 2), 2.4).reshape(len(t), -1).all(0))
 
 
 def _lines(mesh: Mesh, layout: HighwayLayout, points: Array, x0: float, x1: float) -> None:
@@ -47,7 +47,12 @@ def _lines(mesh: Mesh, layout: HighwayLayout, points: Array, x0: float, x1: floa
 
 def _rails(mesh: Mesh, layout: HighwayLayout, points: Array, x0: float, x1: float, corridor: Corridor) -> None:
     """Concrete barrier in the middle, guard rails on posts outside; gaps where the ego passes through."""
-    for lat, z0, z1, colour, thick in ((0.0, 0.0, 0.7, (0.80, 0.79, 0.75), 0.56), (0.0, 0.7, 1.0, (1.0, 0.99, 0.93), 0.5), (layout.half, 0.45, 0.8, STEEL, 0.12), (-layout.half, 0.45, 0.8, STEEL, 0.12)):
+    for lat, z0, z1, colour, thick in (
+        (0.0, 0.0, 0.7, (0.80, 0.79, 0.75), 0.56),
+        (0.0, 0.7, 1.0, (1.0, 0.99, 0.93), 0.5),
+        (layout.half, 0.45, 0.8, STEEL, 0.12),
+        (-layout.half, 0.45, 0.8, STEEL, 0.12),
+    ):
         for sign in (-1, 1):
             line = _at(layout, points[:, 0], lat + sign * thick / 2)
             a, b = (line[:-1], line[1:]) if sign < 0 else (line[1:], line[:-1])
@@ -60,14 +65,18 @@ def _rails(mesh: Mesh, layout: HighwayLayout, points: Array, x0: float, x1: floa
         if lat:
             xy = _at(layout, np.arange(x0, x1, 4.0), lat)
             xy = xy[corridor.free(xy, 2.4)]
-            mesh.frusta(np.column_stack([xy, np.zeros(len(xy))]), (0.14, 0.14), (0.14, 0.14), 0.8, 0.0, (0.5, 0.52, 0.54))
+            mesh.frusta(
+                np.column_stack([xy, np.zeros(len(xy))]), (0.14, 0.14), (0.14, 0.14), 0.8, 0.0, (0.5, 0.52, 0.54)
+            )
 
 
-def _gantry(mesh: Mesh, layout: HighwayLayout, x: float, rng: np.random.Generator) -> None:
+def _gantry(mesh: Mesh, layout: HighwayLayout, x: float, rng: np.random.Generator, corridor: Corridor) -> None:
     """Posts, a beam over both carriageways, and signs that face the traffic of each."""
     bearing, h = float(layout.bearing(x)), layout.half + 0.8
     for lat in (-h, 0.0, h):
-        mesh.frusta(np.array([*_at(layout, x, lat)[0], 0.0]), (0.5, 0.5), (0.5, 0.5), 7.2, bearing, STEEL)
+        foot = _at(layout, x, lat)
+        if corridor.free(foot, 2.4).all():
+            mesh.frusta(np.array([*foot[0], 0.0]), (0.5, 0.5), (0.5, 0.5), 7.2, bearing, STEEL)
     mesh.frusta(np.array([*_at(layout, x, 0.0)[0], 6.6]), (0.6, 2 * h), (0.6, 2 * h), 0.7, bearing, STEEL, roof=STEEL)
     for way in (1, -1):
         for k in range(layout.lanes):
@@ -76,11 +85,15 @@ def _gantry(mesh: Mesh, layout: HighwayLayout, x: float, rng: np.random.Generato
             colour = ((0.12, 0.42, 0.30), (0.14, 0.32, 0.62))[int(rng.random() < 0.4)]
             foot = np.array([*_at(layout, x - way * 0.5, -way * layout.offset(k))[0], 5.4])
             mesh.frusta(foot, (0.2, 3.1), (0.2, 3.1), 2.2, bearing, colour)
-            mesh.frusta(foot + [-way * 0.12, 0, 0.5], (0.06, 2.0), (0.06, 2.0), 0.35, bearing, (0.92, 0.93, 0.92))
-            mesh.frusta(foot + [-way * 0.12, 0, 1.25], (0.06, 1.4), (0.06, 1.4), 0.35, bearing, (0.92, 0.93, 0.92))
+            mesh.frusta(
+                foot + np.array([-way * 0.12, 0, 0.5]), (0.06, 2.0), (0.06, 2.0), 0.35, bearing, (0.92, 0.93, 0.92)
+            )
+            mesh.frusta(
+                foot + np.array([-way * 0.12, 0, 1.25]), (0.06, 1.4), (0.06, 1.4), 0.35, bearing, (0.92, 0.93, 0.92)
+            )
 
 
-def _bridge(mesh: Mesh, layout: HighwayLayout, x: float) -> None:
+def _bridge(mesh: Mesh, layout: HighwayLayout, x: float, corridor: Corridor) -> None:
     """A road bridge over the highway with a pier in the middle and abutments beside it."""
     bearing = float(layout.bearing(x))
     grey = (0.70, 0.69, 0.66)
@@ -88,13 +101,19 @@ def _bridge(mesh: Mesh, layout: HighwayLayout, x: float) -> None:
     mesh.frusta(middle, (9.0, 130.0), (9.0, 130.0), 1.3, bearing, grey, roof=grey)
     mesh.quads(SOLID, strip(_frame(layout, np.array([x - 4.5, x + 4.5])), -65.0, 65.0, 5.6), (0.42, 0.42, 0.42))
     for lat in (-layout.half - 1.5, 0.0, layout.half + 1.5):
-        mesh.frusta(np.array([*_at(layout, x, lat)[0], 0.0]), (3.0, 1.0), (3.0, 1.0), 5.6, bearing, grey)
+        foot = _at(layout, x, lat)
+        if corridor.free(foot, 3.2).all():
+            mesh.frusta(np.array([*foot[0], 0.0]), (3.0, 1.0), (3.0, 1.0), 5.6, bearing, grey)
     for sign in (-1, 1):
-        foot = np.array([*_at(layout, x, sign * (layout.half + 36.0))[0], 0.0])
-        mesh.frusta(foot, (26.0, 62.0), (10.0, 56.0), 5.6, bearing, GRASS, "grass", (6.0, 6.0))
+        foot = _at(layout, x, sign * (layout.half + 36.0))
+        if not corridor.free_box(foot, np.array([[26.0, 62.0]]), 3.0).all():
+            continue
+        mesh.frusta(np.array([*foot[0], 0.0]), (26.0, 62.0), (10.0, 56.0), 5.6, bearing, GRASS, "grass", (6.0, 6.0))
 
 
-def build_piece(layout: HighwayLayout, key: tuple[int, int], corridor: Corridor, sun: tuple[float, float, float]) -> Mesh:
+def build_piece(
+    layout: HighwayLayout, key: tuple[int, int], corridor: Corridor, sun: tuple[float, float, float]
+) -> Mesh:
     """Mesh of piece `key[0]`: 60 m of road and the land to 110 m on both sides."""
     i = key[0]
     rng = rng_of(layout.seed, i, 31)
@@ -114,6 +133,7 @@ def build_piece(layout: HighwayLayout, key: tuple[int, int], corridor: Corridor,
     _lines(mesh, layout, points, x0, x1)
     _rails(mesh, layout, points, x0, x1, corridor)
     post = _at(layout, np.array([x0 + 22.0]), 0.0)
+    post = post[corridor.free(post, 2.4)]
     lamps(mesh, post, float(points[2, 2]) + np.pi / 2, 9.0, 2.6)
     lamps(mesh, post, float(points[2, 2]) - np.pi / 2, 9.0, 2.6)
 
@@ -129,7 +149,14 @@ def build_piece(layout: HighwayLayout, key: tuple[int, int], corridor: Corridor,
             centre = _at(layout, x0 + rng.uniform(5, 55, 2), sign * rng.uniform(layout.half + 26, layout.half + 60, 2))
             size = rng.uniform(9, 18, (2, 2))
             keep = corridor.free_box(centre, size, 5.0)
-            buildings(mesh, centre[keep], size[keep], np.full(keep.sum(), 3.9 + 3.2 * rng.integers(1, 4)), rng, np.zeros(keep.sum(), bool))
+            buildings(
+                mesh,
+                centre[keep],
+                size[keep],
+                np.full(keep.sum(), 3.9 + 3.2 * rng.integers(1, 4)),
+                rng,
+                np.zeros(keep.sum(), bool),
+            )
         if wall:
             line = _at(layout, points[:, 0], sign * (layout.half + 4.0))
             a, b = (line[:-1], line[1:]) if sign < 0 else (line[1:], line[:-1])
@@ -137,7 +164,7 @@ def build_piece(layout: HighwayLayout, key: tuple[int, int], corridor: Corridor,
                 keep = _clear(corridor, p, q)
                 quad_wall(mesh, p[keep], q[keep], 0.0, 3.2, (0.66, 0.64, 0.56))
     if i % 3 == int(rng_of(layout.seed, 33).integers(3)):
-        _gantry(mesh, layout, x0 + 40.0, rng)
+        _gantry(mesh, layout, x0 + 40.0, rng, corridor)
     if i % 9 == int(rng_of(layout.seed, 34).integers(9)):
-        _bridge(mesh, layout, x0 + 12.0)
+        _bridge(mesh, layout, x0 + 12.0, corridor)
     return mesh

@@ -19,7 +19,7 @@ SCENARIOS = ("urban", "highway", "u-turn")
 
 @dataclass(frozen=True)
 class GridLane:
-    """A lane of a grid street: it runs along `axis` (0 = x, 1 = y) beside road number `road`, towards `way` (+1 or -1)."""
+    """Lane `k` of street number `road` along `axis` (0 = x, 1 = y), towards `way` (+1 or -1)."""
 
     axis: int
     road: int
@@ -46,7 +46,7 @@ class GridLayout:
         return self.lanes * self.lane_width + self.shoulder
 
     def offset(self, k: int) -> float:
-        """Metres from the road's middle to the middle of lane k, to the right of travel (negative for left-hand traffic)."""
+        """Metres from the road's middle to lane k, to the right of travel (negative where traffic keeps left)."""
         return self.side * (k + 0.5) * self.lane_width
 
     def heading(self, lane: GridLane) -> float:
@@ -64,12 +64,14 @@ class GridLayout:
     def start(self) -> EgoState:
         """A lane of one of the four directions, somewhere before a crossing."""
         rng = rng_of(self.seed, 11)
-        lane = GridLane(int(rng.integers(2)), int(rng.integers(-3, 4)), int(rng.choice([-1, 1])), int(rng.integers(self.lanes)))
+        lane = GridLane(
+            int(rng.integers(2)), int(rng.integers(-3, 4)), int(rng.choice([-1, 1])), int(rng.integers(self.lanes))
+        )
         s = (int(rng.integers(-3, 4)) - lane.way * float(rng.uniform(0.25, 0.6))) * self.pitch
         return EgoState(*self.pose(lane, s))
 
     def green(self, i: int, j: int, axis: int, time: float) -> bool:
-        """Whether traffic along `axis` may enter crossing (i, j) at `time` seconds; both directions are red in between."""
+        """Whether traffic along `axis` may enter crossing (i, j) at `time` seconds; in between all lights are red."""
         phase = (time + 15.0 * float(rng_of(self.seed, i, j, 12).random())) % 15.0
         return phase < 6.5 if axis == 0 else 7.5 <= phase < 14.0
 
@@ -109,9 +111,12 @@ class HighwayLayout:
         return self.inner + self.lanes * self.lane_width + self.shoulder
 
     def middle(self, x: np.ndarray | float) -> np.ndarray:
-        """y of the middle line at x."""
+        """Coordinate y of the middle line at x."""
         return sum(
-            (a * np.sin(2 * math.pi * np.asarray(x) / w + p) for a, w, p in zip(self.amplitude, self.wavelength, self.phase, strict=True)),
+            (
+                a * np.sin(2 * math.pi * np.asarray(x) / w + p)
+                for a, w, p in zip(self.amplitude, self.wavelength, self.phase, strict=True)
+            ),
             start=np.zeros(()),
         )
 
@@ -146,7 +151,9 @@ class HighwayLayout:
         """Pieces of road within `radius` along x of any of the points xy [N, 2]."""
         keys: set[tuple[int, int]] = set()
         for x in xy[:, 0]:
-            keys.update((i, 0) for i in range(math.floor((x - radius) / self.piece), math.floor((x + radius) / self.piece) + 1))
+            keys.update(
+                (i, 0) for i in range(math.floor((x - radius) / self.piece), math.floor((x + radius) / self.piece) + 1)
+            )
         return sorted(keys)
 
     def chunk_box(self, key: tuple[int, int]) -> tuple[float, float, float, float]:
@@ -170,5 +177,10 @@ def make_layout(scenario: str, seed: int) -> Layout:
         return GridLayout(scenario, seed, int(rng.choice([-1, 1])), float(rng.uniform(150, 180)), 2, 3.5, 3.6, 4.0)
     amplitude = (float(rng.uniform(4, 14)), float(rng.uniform(0, 3)))
     return HighwayLayout(
-        scenario, seed, int(rng.choice([2, 3, 3])), amplitude, (float(rng.uniform(550, 900)), float(rng.uniform(260, 400))), (float(rng.uniform(0, 6)), float(rng.uniform(0, 6)))
+        scenario,
+        seed,
+        int(rng.choice([2, 3, 3])),
+        amplitude,
+        (float(rng.uniform(550, 900)), float(rng.uniform(260, 400))),
+        (float(rng.uniform(0, 6)), float(rng.uniform(0, 6))),
     )

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Draw layers, in order: ground and marks lie at z = 0 and are painted without a depth test; details are drawn near the ego only.
+# Draw layers, in order. Ground and marks lie at z = 0 and are painted without a depth test; details are drawn near
+# the ego only.
 GROUND, MARK, SOLID, DETAIL = 0, 1, 2, 3
+SIGNS = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) * 0.5  # corners of a rectangle of size 1
 Colour = tuple[float, float, float]
 Array = np.ndarray
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Quads that share a layer and a texture: corners [N, 4, 3] metres, uv [N, 4, 2] tiles, colour [N, 4, 3] in 0..1."""
+    """Quads of one layer and texture: corners [N, 4, 3] metres, uv [N, 4, 2] repeats, colour [N, 4, 3] in 0..1."""
 
     corners: Array
     uv: Array
@@ -26,35 +28,42 @@ class Batch:
 
 
 class Mesh:
-    """Collects quads under (layer, texture name); an empty name means untextured. `sun` is a unit vector towards the light."""
+    """Collects quads by (layer, texture name); an empty name means untextured. `sun` is a unit vector to the light."""
 
     def __init__(self, sun: tuple[float, float, float] = (0.45, 0.35, 0.82)) -> None:
         self.sun = np.asarray(sun, np.float64)
         self.parts: dict[tuple[int, str], list[Batch]] = {}
 
     def quads(
-        self, layer: int, corners: Array, colour: Array | Colour, texture: str = "", uv: Array | None = None, shade: bool | None = None
+        self, layer: int, corners: Array, colour: Array | Colour, texture: str = "", uv: Array | None = None
     ) -> None:
-        """Add quads, corners [N, 4, 3] counter-clockwise seen from outside. Solid quads are shaded by their normal."""
+        """Add quads: corners [N, 4, 3] anticlockwise from outside, colour [3], [N, 3] or [N, 4, 3], uv [N, 4, 2]."""
         corners = np.asarray(corners, np.float64).reshape(-1, 4, 3)
         n = len(corners)
         if n == 0:
             return
+        tint = np.empty((n, 4, 3))
         colour = np.asarray(colour, np.float64)
-        colour = np.broadcast_to(colour.reshape(-1, 1, 3) if colour.ndim < 3 else colour, (n, 4, 3))
-        if shade if shade is not None else layer >= SOLID:
-            normal = np.cross(corners[:, 2] - corners[:, 0], corners[:, 3] - corners[:, 1])
-            normal /= np.linalg.norm(normal, axis=1, keepdims=True) + 1e-9
-            light = 0.71 + 0.27 * np.clip(normal @ self.sun, -0.4, 1.0) + 0.07 * normal[:, 2]
-            colour = colour * light[:, None, None]
-        if uv is None:
-            uv = np.zeros((n, 4, 2))
-        self.parts.setdefault((layer, texture), []).append(Batch(corners, np.asarray(uv, np.float64), np.clip(colour, 0, 1)))
+        tint[:] = colour[:, None] if colour.ndim == 2 else colour
+        self.parts.setdefault((layer, texture), []).append(
+            Batch(corners, np.zeros((n, 4, 2)) if uv is None else uv, tint)
+        )
 
-    def flat(self, layer: int, x0: Array, x1: Array, y0: Array, y1: Array, z: float, colour: Array | Colour, texture: str = "", tile: float = 8.0) -> None:
+    def flat(
+        self,
+        layer: int,
+        x0: Array | float,
+        x1: Array | float,
+        y0: Array | float,
+        y1: Array | float,
+        z: float,
+        colour: Array | Colour,
+        texture: str = "",
+        tile: float = 8.0,
+    ) -> None:
         """Axis-aligned horizontal rectangles, all arguments broadcast to [N]; texture coordinates follow the world."""
-        x0, x1, y0, y1 = np.broadcast_arrays(*(np.atleast_1d(np.asarray(a, np.float64)) for a in (x0, x1, y0, y1)))
-        xy = np.stack([np.stack(c, -1) for c in ((x0, y0), (x1, y0), (x1, y1), (x0, y1))], 1)  # [N, 4, 2]
+        a0, a1, b0, b1 = np.broadcast_arrays(*(np.atleast_1d(np.asarray(a, np.float64)) for a in (x0, x1, y0, y1)))
+        xy = np.stack([np.stack(c, -1) for c in ((a0, b0), (a1, b0), (a1, b1), (a0, b1))], 1)  # [N, 4, 2]
         corners = np.concatenate([xy, np.full((*xy.shape[:2], 1), z)], -1)
         anchor = np.floor(xy[:, :1] / tile)
         self.quads(layer, corners, colour, texture, xy / tile - anchor)
@@ -62,8 +71,8 @@ class Mesh:
     def frusta(
         self,
         base: Array,
-        bottom: Array,
-        top: Array,
+        bottom: Array | tuple[float, float],
+        top: Array | tuple[float, float],
         height: Array | float,
         yaw: Array | float,
         colour: Array | Colour,
@@ -84,43 +93,45 @@ class Mesh:
             return
         bottom, top = (np.broadcast_to(np.asarray(a, np.float64), (n, 2)) for a in (bottom, top))
         height, yaw, shift = (np.broadcast_to(np.asarray(a, np.float64), (n,)) for a in (height, yaw, shift))
-        signs = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) * 0.5
         cos, sin = np.cos(yaw)[:, None], np.sin(yaw)[:, None]
 
-        def ring(size: Array, z: Array, along: Array) -> Array:
-            local = signs * size[:, None]  # [N, 4, 2]
-            u, v = local[..., 0] + along[:, None], local[..., 1]
-            return np.stack([base[:, :1] + cos * u - sin * v, base[:, 1:2] + sin * u + cos * v, np.broadcast_to((base[:, 2] + z)[:, None], u.shape)], -1)
+        def ring(size: Array, z: Array | float, along: Array | float) -> Array:
+            u = SIGNS[:, 0] * size[:, :1] + np.reshape(along, (-1, 1))  # [N, 4]
+            v = SIGNS[:, 1] * size[:, 1:]
+            out = np.empty((n, 4, 3))
+            out[..., 0] = base[:, :1] + cos * u - sin * v
+            out[..., 1] = base[:, 1:2] + sin * u + cos * v
+            out[..., 2] = (base[:, 2] + z)[:, None]
+            return out
 
-        low, high = ring(bottom, np.zeros(n), np.zeros(n)), ring(top, height, shift)  # [N, 4, 3]
+        low, high = ring(bottom, 0.0, 0.0), ring(top, height, shift)  # [N, 4, 3]
+        following = [1, 2, 3, 0]
+        walls = np.stack([low, low[:, following], high[:, following], high], 2)  # [N, wall, corner, 3]
+        uv = np.zeros((n, 4, 4, 2))
+        uv[:, :, 1:3, 0] = (bottom[:, [0, 1, 0, 1]] / tile[0])[:, :, None]
+        uv[:, :, 2:, 1] = (height / tile[1])[:, None, None]
         colour = np.broadcast_to(np.asarray(colour, np.float64), (n, 3))
-        for i in range(4):
-            j = (i + 1) % 4
-            length = bottom[:, i % 2] / tile[0]
-            rise = height / tile[1]
-            zero = np.zeros(n)
-            uv = np.stack([np.stack(p, -1) for p in ((zero, zero), (length, zero), (length, rise), (zero, rise))], 1)
-            self.quads(layer, np.stack([low[:, i], low[:, j], high[:, j], high[:, i]], 1), colour, texture, uv)
+        self.quads(layer, walls, np.repeat(colour, 4, 0), texture, uv.reshape(-1, 4, 2))
         if roof is not None:
             self.quads(layer, high, np.broadcast_to(np.asarray(roof, np.float64), (n, 3)))
 
-    def crowns(self, centre: Array, radius: Array, height: Array, colour: Array, texture: str = "", sides: int = 6) -> None:
+    def crowns(
+        self, centre: Array, radius: Array, height: Array, colour: Array, texture: str = "", sides: int = 6
+    ) -> None:
         """Tree crowns: low-poly spheroids, centre [N, 3], radius [N], height [N], colour [N, 3]."""
         centre = np.asarray(centre, np.float64).reshape(-1, 3)
         n = len(centre)
         if n == 0:
             return
-        levels = ((-0.5, 0.4), (-0.18, 1.0), (0.22, 0.85), (0.5, 0.15))
+        z, r = np.array([-0.5, -0.18, 0.22, 0.5]), np.array([0.4, 1.0, 0.85, 0.15])
         angle = 2 * np.pi * np.arange(sides + 1) / sides
-        for (z0, r0), (z1, r1) in zip(levels, levels[1:], strict=False):
-            for k in range(sides):
-                a, b = angle[k], angle[k + 1]
-                pts = []
-                for z, r, t in ((z0, r0, a), (z0, r0, b), (z1, r1, b), (z1, r1, a)):
-                    pts.append(np.stack([centre[:, 0] + radius * r * np.cos(t), centre[:, 1] + radius * r * np.sin(t), centre[:, 2] + height * z], -1))
-                glow = 0.86 + 0.28 * (z0 + z1)  # darker below
-                uv = np.broadcast_to(np.array([[k / 2, z0 + 0.5], [k / 2 + 0.5, z0 + 0.5], [k / 2 + 0.5, z1 + 0.5], [k / 2, z1 + 0.5]]), (n, 4, 2))
-                self.quads(SOLID, np.stack(pts, 1), colour * glow, texture, uv)
+        shape = np.empty((4, sides + 1, 3))  # rings of points of a crown of radius 1 and height 1
+        shape[..., 0], shape[..., 1], shape[..., 2] = r[:, None] * np.cos(angle), r[:, None] * np.sin(angle), z[:, None]
+        faces = np.stack([shape[:-1, :-1], shape[:-1, 1:], shape[1:, 1:], shape[1:, :-1]], 2)  # [3, sides, 4, 3]
+        glow = np.repeat(0.86 + 0.28 * (z[:-1] + z[1:]), sides)  # darker below
+        size = np.stack([radius, radius, height], -1)[:, None, None]
+        corners = centre[:, None, None] + size * faces.reshape(1, -1, 4, 3)  # [N, 3 * sides, 4, 3]
+        self.quads(SOLID, corners, (colour[:, None] * glow[:, None]).reshape(-1, 3), texture)
 
     def tiles(self, edge: float) -> dict[tuple[int, int], dict[tuple[int, str], Batch]]:
         """The merged batches cut into square tiles of `edge` metres by the middle of each quad."""
@@ -134,15 +145,21 @@ class Mesh:
         return out
 
     def merged(self) -> dict[tuple[int, str], Batch]:
-        """One batch per (layer, texture), in a fixed order."""
-        return {
-            key: Batch(*(np.concatenate([getattr(b, f) for b in self.parts[key]]) for f in ("corners", "uv", "colour")))
-            for key in sorted(self.parts)
-        }
+        """One batch per (layer, texture), in a fixed order; solids are shaded by the direction they face."""
+        return {key: self._joined(key[0], self.parts[key]) for key in sorted(self.parts)}
+
+    def _joined(self, layer: int, parts: list[Batch]) -> Batch:
+        corners, uv, colour = (np.concatenate([getattr(b, f) for b in parts]) for f in ("corners", "uv", "colour"))
+        if layer >= SOLID:
+            normal = np.cross(corners[:, 2] - corners[:, 0], corners[:, 3] - corners[:, 1])
+            normal /= np.linalg.norm(normal, axis=1, keepdims=True) + 1e-9
+            light = 0.71 + 0.27 * np.clip(normal @ self.sun, -0.4, 1.0) + 0.07 * normal[:, 2]
+            colour = colour * light[:, None, None]
+        return Batch(corners, uv, np.clip(colour, 0, 1))
 
 
-def strip(points: Array, left: Array, right: Array, z: float = 0.0) -> Array:
-    """Quads [N-1, 4, 3] between two lateral offsets (metres to the left) of a polyline, points [N, 3] = x, y, heading."""
+def strip(points: Array, left: Array | float, right: Array | float, z: float = 0.0) -> Array:
+    """Quads [N-1, 4, 3] between two offsets (metres to the left) of a polyline, points [N, 3] = x, y, heading."""
     normal = np.stack([-np.sin(points[:, 2]), np.cos(points[:, 2])], -1)
     a, b = points[:, :2] + normal * np.reshape(right, (-1, 1)), points[:, :2] + normal * np.reshape(left, (-1, 1))
     ring = np.stack([a[:-1], a[1:], b[1:], b[:-1]], 1)
@@ -155,6 +172,6 @@ def rng_of(*key: int) -> np.random.Generator:
 
 
 def pick(rng: np.random.Generator, palette: Sequence[Colour], n: int, jitter: float = 0.05) -> Array:
-    """n colours [n, 3] drawn from a palette with a little brightness jitter."""
+    """Draw n colours [n, 3] from a palette with a little brightness jitter."""
     base = np.asarray(palette)[rng.integers(len(palette), size=n)]
     return np.clip(base * (1 + jitter * rng.standard_normal((n, 1))), 0, 1)

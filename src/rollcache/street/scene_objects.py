@@ -37,7 +37,9 @@ def _local(pose: Array, dx: float, dy: float, z: float) -> Array:
 
 def shadow(mesh: Mesh, pose: Array, length: float, width: float, colour: Colour = (0.27, 0.28, 0.30)) -> None:
     """A dark patch on the ground under objects at poses [N, 3]."""
-    ring = np.stack([_local(pose, sx * length / 2, sy * width / 2, 0.0) for sx, sy in ((-1, -1), (1, -1), (1, 1), (-1, 1))], 1)
+    ring = np.stack(
+        [_local(pose, sx * length / 2, sy * width / 2, 0.0) for sx, sy in ((-1, -1), (1, -1), (1, 1), (-1, 1))], 1
+    )
     mesh.quads(MARK, ring, colour)
 
 
@@ -50,22 +52,77 @@ def vehicles(mesh: Mesh, kind: str, pose: Array, colour: Array) -> None:
     yaw = pose[:, 2]
     shadow(mesh, pose, length + 0.3, width + 0.35)
     if kind == "car":
-        mesh.frusta(_local(pose, 0, 0, 0.28), (length, width), (length * 0.97, width * 0.97), 0.58, yaw, colour, roof=colour)
-        mesh.frusta(_local(pose, -0.25, 0, 0.86), (length * 0.66, width * 0.9), (length * 0.40, width * 0.76), height - 0.86, yaw, GLASS, roof=colour, shift=-0.05)
+        mesh.frusta(
+            _local(pose, 0, 0, 0.28), (length, width), (length * 0.97, width * 0.97), 0.58, yaw, colour, roof=colour
+        )
+        mesh.frusta(
+            _local(pose, -0.25, 0, 0.86),
+            (length * 0.66, width * 0.9),
+            (length * 0.40, width * 0.76),
+            height - 0.86,
+            yaw,
+            GLASS,
+            roof=colour,
+            shift=-0.05,
+        )
     elif kind == "van":
         mesh.frusta(_local(pose, 0, 0, 0.3), (length, width), (length, width), 0.85, yaw, colour, roof=colour)
-        mesh.frusta(_local(pose, -0.3, 0, 1.15), (length * 0.88, width * 0.98), (length * 0.70, width * 0.9), height - 1.15, yaw, colour, roof=colour, shift=-0.35)
+        mesh.frusta(
+            _local(pose, -0.3, 0, 1.15),
+            (length * 0.88, width * 0.98),
+            (length * 0.70, width * 0.9),
+            height - 1.15,
+            yaw,
+            colour,
+            roof=colour,
+            shift=-0.35,
+        )
         mesh.frusta(_local(pose, 1.15, 0, 1.2), (1.9, width * 0.99), (0.9, width * 0.93), 0.6, yaw, GLASS, shift=-0.42)
     elif kind == "truck":
         white = np.clip(colour * 0.25 + 0.68, 0, 1)
-        mesh.frusta(_local(pose, length / 2 - 1.1, 0, 0.45), (2.2, width * 0.96), (2.0, width * 0.94), 2.3, yaw, colour, roof=colour)
-        mesh.frusta(_local(pose, length / 2 - 0.35, 0, 1.6), (0.78, width * 0.98), (0.66, width * 0.95), 0.8, yaw, GLASS)
-        mesh.frusta(_local(pose, -1.25, 0, 0.95), (length - 2.6, width), (length - 2.6, width), height - 0.95, yaw, white, roof=white)
-        mesh.frusta(_local(pose, -1.25, 0, 0.45), (length - 2.8, width * 0.8), (length - 2.8, width * 0.8), 0.5, yaw, (0.25, 0.25, 0.27))
+        mesh.frusta(
+            _local(pose, length / 2 - 1.1, 0, 0.45),
+            (2.2, width * 0.96),
+            (2.0, width * 0.94),
+            2.3,
+            yaw,
+            colour,
+            roof=colour,
+        )
+        mesh.frusta(
+            _local(pose, length / 2 - 0.35, 0, 1.6), (0.78, width * 0.98), (0.66, width * 0.95), 0.8, yaw, GLASS
+        )
+        mesh.frusta(
+            _local(pose, -1.25, 0, 0.95),
+            (length - 2.6, width),
+            (length - 2.6, width),
+            height - 0.95,
+            yaw,
+            white,
+            roof=white,
+        )
+        mesh.frusta(
+            _local(pose, -1.25, 0, 0.45),
+            (length - 2.8, width * 0.8),
+            (length - 2.8, width * 0.8),
+            0.5,
+            yaw,
+            (0.25, 0.25, 0.27),
+        )
     else:  # bus
         mesh.frusta(_local(pose, 0, 0, 0.35), (length, width), (length, width), 1.0, yaw, colour)
-        mesh.frusta(_local(pose, 0, 0, 1.35), (length * 0.995, width * 0.99), (length * 0.99, width * 0.97), 1.0, yaw, GLASS)
-        mesh.frusta(_local(pose, 0, 0, 2.35), (length, width), (length * 0.98, width * 0.95), height - 2.35, yaw, colour, roof=colour)
+        mesh.frusta(
+            _local(pose, 0, 0, 1.35), (length * 0.995, width * 0.99), (length * 0.99, width * 0.97), 1.0, yaw, GLASS
+        )
+        mesh.frusta(
+            _local(pose, 0, 0, 2.35),
+            (length, width),
+            (length * 0.98, width * 0.95),
+            height - 2.35,
+            yaw,
+            colour,
+            roof=colour,
+        )
     z = 0.62 if kind == "car" else 0.75
     for end, tone in ((length / 2 + 0.02, (1.0, 0.97, 0.85)), (-length / 2 - 0.02, (0.85, 0.10, 0.08))):
         for dy in (-0.36 * width, 0.36 * width):
@@ -84,7 +141,9 @@ def person(mesh: Mesh, pose: Array, colour: Array) -> None:
     shadow(mesh, pose, 0.6, 0.6)
     mesh.frusta(_local(pose, 0, 0, 0.12), (0.30, 0.36), (0.34, 0.42), 0.75, yaw, (0.22, 0.23, 0.30))
     mesh.frusta(_local(pose, 0, 0, 0.87), (0.36, 0.50), (0.28, 0.44), 0.62, yaw, colour, roof=colour)
-    mesh.frusta(_local(pose, 0, 0, 1.50), (0.24, 0.24), (0.20, 0.20), 0.27, yaw, (0.80, 0.62, 0.50), roof=(0.25, 0.18, 0.13))
+    mesh.frusta(
+        _local(pose, 0, 0, 1.50), (0.24, 0.24), (0.20, 0.20), 0.27, yaw, (0.80, 0.62, 0.50), roof=(0.25, 0.18, 0.13)
+    )
 
 
 def agent_mesh(kind: str, colour: Colour) -> Mesh:
@@ -98,7 +157,13 @@ def agent_mesh(kind: str, colour: Colour) -> Mesh:
     return mesh
 
 
-LEAVES: tuple[Colour, ...] = ((0.33, 0.52, 0.25), (0.42, 0.58, 0.27), (0.27, 0.46, 0.28), (0.52, 0.58, 0.26), (0.62, 0.50, 0.22))
+LEAVES: tuple[Colour, ...] = (
+    (0.33, 0.52, 0.25),
+    (0.42, 0.58, 0.27),
+    (0.27, 0.46, 0.28),
+    (0.52, 0.58, 0.26),
+    (0.62, 0.50, 0.22),
+)
 
 
 def trees(mesh: Mesh, xy: Array, rng: np.random.Generator, scale: float = 1.0) -> None:
@@ -121,7 +186,9 @@ def lamps(mesh: Mesh, xy: Array, yaw: Array | float, height: float = 7.0, reach:
     pose = np.concatenate([xy, np.broadcast_to(np.asarray(yaw, np.float64).reshape(-1, 1), (n, 1))], 1)
     grey = (0.42, 0.44, 0.46)
     mesh.frusta(_local(pose, 0, 0, 0), (0.22, 0.22), (0.14, 0.14), height, pose[:, 2], grey)
-    mesh.frusta(_local(pose, reach / 2, 0, height - 0.12), (reach, 0.12), (reach, 0.12), 0.12, pose[:, 2], grey, layer=DETAIL)
+    mesh.frusta(
+        _local(pose, reach / 2, 0, height - 0.12), (reach, 0.12), (reach, 0.12), 0.12, pose[:, 2], grey, layer=DETAIL
+    )
     mesh.frusta(_local(pose, reach, 0, height - 0.22), (0.9, 0.34), (0.9, 0.34), 0.16, pose[:, 2], (0.92, 0.90, 0.80))
 
 
@@ -155,7 +222,9 @@ def buildings(mesh: Mesh, centre: Array, size: Array, height: Array, rng: np.ran
     mesh.frusta(rim, size + 0.5, size + 0.5, 0.6, 0.0, colour * 0.7)
 
 
-def quad_wall(mesh: Mesh, a: Array, b: Array, z0: float, z1: float, colour: Array | Colour, texture: str = "", tile: float = 8.0) -> None:
+def quad_wall(
+    mesh: Mesh, a: Array, b: Array, z0: float, z1: float, colour: Array | Colour, texture: str = "", tile: float = 8.0
+) -> None:
     """Vertical wall quads over segments a -> b [N, 2]; the visible face is to the right of the direction of travel."""
     n = len(a)
     corners = np.stack([np.column_stack([p, np.full(n, z)]) for p, z in ((a, z0), (b, z0), (b, z1), (a, z1))], 1)

@@ -29,7 +29,7 @@ def _spectral(rng: np.random.Generator, height: int, width: int) -> Array:
 
 
 def _grey(base: float, *layers: Array) -> Array:
-    return np.repeat((base + sum(layers))[..., None], 3, -1)
+    return np.repeat((base + np.sum(layers, axis=0))[..., None], 3, -1)
 
 
 def _facade(rng: np.random.Generator, kind: int) -> Array:

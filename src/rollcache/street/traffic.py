@@ -98,12 +98,18 @@ class Traffic:
 
     def _spawn_car(self, ego: EgoState, near: float, far: float) -> None:
         for _ in range(20):
-            agent = self._draw_grid(ego, near, far) if isinstance(self.layout, GridLayout) else self._draw_highway(ego, near, far)
+            agent = (
+                self._draw_grid(ego, near, far)
+                if isinstance(self.layout, GridLayout)
+                else self._draw_highway(ego, near, far)
+            )
             self._place(agent)
             length = SIZES[agent.kind][0]
             distance = math.hypot(agent.pose[0] - ego.x, agent.pose[1] - ego.y)
             clash = any(
-                math.hypot(agent.pose[0] - b.pose[0], agent.pose[1] - b.pose[1]) < (length + SIZES[b.kind][0]) / 2 + 3.0 for b in self.agents if not b.hidden
+                math.hypot(agent.pose[0] - b.pose[0], agent.pose[1] - b.pose[1]) < (length + SIZES[b.kind][0]) / 2 + 3.0
+                for b in self.agents
+                if not b.hidden
             )
             if near <= distance <= far and not clash:
                 self.agents.append(agent)
@@ -139,7 +145,10 @@ class Traffic:
         if kind in ("truck", "bus"):
             k = self.layout.lanes - 1
         way = 1 if rng.random() < 0.6 else -1
-        cruise = float(rng.uniform(21, 25) if kind in ("truck", "bus") else rng.uniform(23, 34)) - 2.0 * k / self.layout.lanes
+        cruise = (
+            float(rng.uniform(21, 25) if kind in ("truck", "bus") else rng.uniform(23, 34))
+            - 2.0 * k / self.layout.lanes
+        )
         x = ego.x + float(rng.choice([-1, 1])) * float(rng.uniform(near, far))
         return Agent(self.count, kind, colour, way, x, cruise, cruise, float(k), k)
 
@@ -156,7 +165,15 @@ class Traffic:
         cell = (s / p) % 1.0
         margin = (self.layout.half + 1.0) / p
         s = (math.floor(s / p) + min(max(cell, margin), 1 - margin)) * p
-        agent = Agent(self.count, "pedestrian", (coat[0], coat[1], coat[2]), lane, s, float(rng.uniform(0.8, 1.7)), float(rng.uniform(1.8, 3.0)))
+        agent = Agent(
+            self.count,
+            "pedestrian",
+            (coat[0], coat[1], coat[2]),
+            lane,
+            s,
+            float(rng.uniform(0.8, 1.7)),
+            float(rng.uniform(1.8, 3.0)),
+        )
         agent.target = int(rng.choice([-1, 1]))
         self._place(agent)
         self.agents.append(agent)
@@ -244,7 +261,8 @@ class Traffic:
                 return
 
     def _walk(self, a: Agent) -> None:
-        assert isinstance(a.lane, GridLane) and isinstance(self.layout, GridLayout)
+        assert isinstance(a.lane, GridLane)
+        assert isinstance(self.layout, GridLayout)
         a.s += a.target * a.speed * DT
         p = self.layout.pitch
         inside = a.s - math.floor(a.s / p) * p
