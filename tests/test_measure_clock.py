@@ -4,7 +4,7 @@ import contextlib
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcache.measure import Paired, Spread, Stopwatch, paired
@@ -39,6 +39,7 @@ def test_chunks_of_a_cycle_are_summed_before_the_median():
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 10), st.floats(0.01, 10)), min_size=1, max_size=20))
+@settings(deadline=None)
 def test_interval_holds_the_estimate_and_repeats(pairs):
     full, cached = zip(*pairs, strict=True)
     first, again = Paired.of(full, cached), Paired.of(full, cached)
