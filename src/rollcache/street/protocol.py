@@ -26,6 +26,7 @@ class Where:
         step: denoising step `t` inside the chunk.
         role: "denoise", "commit" (writes clean K/V) or "prefill".
         kv_update: this generation step starts a KV cycle: new noise, and exact under `protect="chunk"`.
+        fresh_noise: this generation step starts from noise that the one before did not use.
         action: ego action per latent frame of the window [F, A] in physical units, held where not known yet.
     """
 
@@ -34,6 +35,7 @@ class Where:
     step: int
     role: Literal["denoise", "commit", "prefill"]
     kv_update: bool = False
+    fresh_noise: bool = False
     action: Tensor | None = None
 
 

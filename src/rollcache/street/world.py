@@ -185,8 +185,16 @@ class Session:
 
     def _where(self, action: Tensor) -> Where:
         every = self.protocol.kv_every
-        update = every > 1 and self.chunk % every == 0
-        return Where(self.rollout, self.chunk, 0, "denoise", kv_update=update, action=action)
+        first = self.chunk % every == 0
+        return Where(
+            self.rollout,
+            self.chunk,
+            0,
+            "denoise",
+            kv_update=every > 1 and first,
+            fresh_noise=first or self.protocol.noise != "per_cycle",
+            action=action,
+        )
 
     def _denoise(self, action: Tensor, where: Where) -> Tensor:
         """Euler steps from this generation step's noise to a clean window [F, P, Z]."""
