@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -149,6 +149,17 @@ class WindowSample:
     context: Tensor
     known: Tensor
     time: Tensor
+
+    def to(self, device: torch.device) -> WindowSample:
+        """The same sample on `device`."""
+        return WindowSample(*(getattr(self, f.name).to(device) for f in fields(self)))
+
+    def window(self, index: int, size: int) -> WindowSample:
+        """One of its windows."""
+        frames, one = slice(index * size, (index + 1) * size), slice(index, index + 1)
+        return WindowSample(
+            self.x0[:, frames], self.action[:, frames], self.context[:, one], self.known[:, one], self.time[:, one]
+        )
 
 
 def hold(action: Tensor, known: int) -> Tensor:

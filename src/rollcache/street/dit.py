@@ -240,7 +240,7 @@ class StreetDiT(nn.Module):
         t_n = t.repeat_interleave(window, 1)[..., None, None]  # [B, N, 1, 1]
         known_n = known.repeat_interleave(window, 1)[..., None, None].to(z.dtype)
         context_n = context.repeat_interleave(window, 1) * known_n
-        guess, spread = self._linear_guess(z, t_n, context_n, known_n, windows)
+        guess = self._linear_guess(z, t_n, context_n, known_n, windows)
         x = torch.cat((z, context_n, known_n.expand(-1, -1, CELLS, 1)), -1)
         order = self.order.repeat(windows, 1)[:, None]
         h = self.embed(x.to(dtype)).float() + (self.place + order).float()  # [B, N, P, C]
@@ -263,7 +263,7 @@ class StreetDiT(nn.Module):
         shift, scale = self.head_mod(nnf.silu(ctx.c).to(dtype)).float().unsqueeze(2).chunk(2, -1)
         h = nnf.layer_norm(h.unflatten(1, (frames, CELLS)), h.shape[-1:])
         net = self.head(torch.addcmul(shift, h, 1 + scale).to(dtype)).float()
-        return guess + spread * net
+        return guess + self.spread(t, known) * net
 
     def _condition(self, t: Tensor, action: Tensor) -> Tensor:
         """Timestep and action embedding, [B, N, C], float32."""
@@ -275,15 +275,21 @@ class StreetDiT(nn.Module):
         a = self.action_out(nnf.silu(self.action_in(action_units(action.float()).to(dtype))))
         return (e + a).float()
 
-    def _linear_guess(
-        self, z: Tensor, t: Tensor, context: Tensor, known: Tensor, windows: int
-    ) -> tuple[Tensor, Tensor]:
-        """E[v | z] and sd[v | z] when x0 is Gaussian around the context latent (around 0 without one)."""
-        prior = self.prior_sd.repeat(windows, 1)[:, None]  # [N, 1, Z]
-        var = torch.where(known > 0, prior, self.bare_sd).square()
+    def spread(self, t: Tensor, known: Tensor) -> Tensor:
+        """Standard deviation of v around the linear guess [B, N, 1, Z], at levels `t` and with `known` [B, W]."""
+        window = self.config.window
+        t_n = t.repeat_interleave(window, 1)[..., None, None]
+        var = self._variance(known.repeat_interleave(window, 1)[..., None, None], t.shape[1])
+        return (var / (var * (1 - t_n).square() + t_n.square()).clamp_min(1e-6)).sqrt()
+
+    def _linear_guess(self, z: Tensor, t: Tensor, context: Tensor, known: Tensor, windows: int) -> Tensor:
+        """E[v | z] when x0 is Gaussian around the context latent (around 0 without one)."""
+        var = self._variance(known, windows)
         den = var * (1 - t).square() + t.square()
-        guess = (t - var * (1 - t)) / den.clamp_min(1e-6) * (z - (1 - t) * context) - context
-        return guess, (var / den.clamp_min(1e-6)).sqrt()
+        return (t - var * (1 - t)) / den.clamp_min(1e-6) * (z - (1 - t) * context) - context
+
+    def _variance(self, known: Tensor, windows: int) -> Tensor:
+        return torch.where(known > 0, self.prior_sd.repeat(windows, 1)[:, None], self.bare_sd).square()
 
 
 def _by_camera(x: Tensor, views: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollcache.street.codec import Codec, to_patches
 from rollcache.street.data import HELD_OUT_SEED, LatentSet, WindowSample, load_clip, mirror_frames, sample_windows
-from rollcache.street.dit import DiTConfig, StreetDiT
+from rollcache.street.dit import DiTConfig, StreetDiT, WindowKV
 from rollcache.street.protocol import Protocol
 from rollcache.street.rig import RIG
 from rollcache.street.training import Trainer, muon_and_adamw
@@ -103,7 +103,12 @@ def train_codec(data: Path, folder: Path, config: CodecTraining, on_step: OnStep
 
 
 def train_teacher(
-    data: Path, codec: Codec, folder: Path, config: TeacherTraining, on_step: OnStep | None = None
+    data: Path,
+    codec: Codec,
+    folder: Path,
+    config: TeacherTraining,
+    on_step: OnStep | None = None,
+    device: str = "cpu",
 ) -> Trainer:
     """Train the teacher: flow matching, an independent noise level per window, noisy context, held actions."""
     torch.manual_seed(config.seed)
@@ -111,6 +116,7 @@ def train_teacher(
     held_out = LatentSet(data, codec, held_out=True, mirror=False)
     model = StreetDiT(DiTConfig(channels=codec.channels))
     _measure_priors(model, clips)
+    model.to(device)
     trainer = Trainer(folder, model, muon_and_adamw(model, config.lr), minutes=config.minutes, seed=config.seed)
     model.train()
     if config.compile:
@@ -137,11 +143,18 @@ def train_teacher(
 
 
 def train_student(
-    data: Path, codec: Codec, teacher: StreetDiT, folder: Path, config: StudentTraining, on_step: OnStep | None = None
+    data: Path,
+    codec: Codec,
+    teacher: StreetDiT,
+    folder: Path,
+    config: StudentTraining,
+    on_step: OnStep | None = None,
+    device: str = "cpu",
 ) -> Trainer:
     """Distil the teacher piece by piece: one student step reproduces `substeps` Euler steps of the teacher."""
     torch.manual_seed(config.seed)
     clips = LatentSet(data, codec)
+    teacher.to(device)
     student = copy.deepcopy(teacher)
     teacher.eval().requires_grad_(False)
     trainer = Trainer(
@@ -153,31 +166,32 @@ def train_student(
         decay=0.5,
         seed=config.seed,
     )
-    sigmas = Protocol().sigmas
+    sigmas = Protocol().sigmas.tolist()
     size = student.config.window
+    device = _device(student)
 
     def step(generator: torch.Generator) -> Tensor:
         sample = sample_windows(clips.clips, 2, size, generator)
-        noise = torch.randn(sample.x0.shape, generator=generator)
-        x0, context = _noisy_context(sample, config.context_noise, generator)
+        before, context = _noisy_context(sample, config.context_noise, generator)
+        noise = torch.randn(before[:, :size].shape, generator=generator)
         i = int(torch.randint(len(sigmas) - 1, (), generator=generator))
-        t0, t1 = float(sigmas[i]), float(sigmas[i + 1])
-        z = x0.clone()
-        last = slice(size, 2 * size)
-        z[:, last] = (1 - t0) * x0[:, last] + t0 * noise[:, last]
-        rest = (sample.action, context, sample.known, sample.time)
-
-        def velocity(model: StreetDiT, z: Tensor, t: float) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return model(z, torch.tensor([[0.0, t]]), *rest)[:, last]
-
-        with torch.no_grad():
-            y = z.clone()
-            levels = torch.linspace(t0, t1, config.substeps + 1).tolist()
-            for a, b in itertools.pairwise(levels):
-                y[:, last] = y[:, last] - (a - b) * velocity(teacher, y, a)
-            target = (z[:, last] - y[:, last]) / (t0 - t1)
-        return F.mse_loss(velocity(student, z, t0), target)
+        t0, t1 = sigmas[i], sigmas[i + 1]
+        z = (1 - t0) * sample.x0[:, size:] + t0 * noise
+        both = torch.cat((before[:, :size], z), 1)
+        both, z, context, sample = both.to(device), z.to(device), context.to(device), sample.to(device)
+        first, last = sample.window(0, size), sample.window(1, size)
+        kv = WindowKV(1)
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+            zero = torch.zeros(1, 1, device=device)
+            teacher(both[:, :size], zero, first.action, context[:, :1], first.known, first.time, kv=kv, commit=True)
+            y = z
+            for t, t_next in itertools.pairwise(torch.linspace(t0, t1, config.substeps + 1).tolist()):
+                v = teacher(y, zero + t, last.action, context[:, 1:], last.known, last.time, kv=kv)
+                y = y - (t - t_next) * v
+        levels = torch.tensor([[0.0, t0]], device=device)
+        with torch.autocast(device.type, torch.bfloat16):
+            v = student(both, levels, sample.action, context, sample.known, sample.time)[:, size:]
+        return F.mse_loss(v, (z - y) / (t0 - t1))
 
     trainer.run(step, every=50, on_step=on_step)
     return trainer
@@ -189,20 +203,25 @@ def flow_loss(
     """Flow-matching loss, weighted to unit variance at every noise level; the last window is always noisy."""
     size = model.config.window
     windows = sample.known.shape[1]
+    device = _device(model)
     t = torch.sigmoid(0.3 + 1.2 * torch.randn(1, windows, generator=generator))
     is_clean = torch.rand(1, windows, generator=generator) < clean
     is_clean[:, -1] = False
-    t = torch.where(is_clean, torch.zeros(()), t)
+    t = torch.where(is_clean, torch.zeros(()), t).to(device)
     base, context = _noisy_context(sample, context_noise, generator)
+    noise = torch.randn(sample.x0.shape, generator=generator).to(device)
+    base, context, sample = base.to(device), context.to(device), sample.to(device)
     t_n = t.repeat_interleave(size, 1)[..., None, None]
-    noise = torch.randn(sample.x0.shape, generator=generator)
+    noisy = (t_n > 0).float()
     z = torch.where(t_n > 0, (1 - t_n) * sample.x0 + t_n * noise, base)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device.type, torch.bfloat16):
         v = model(z, t, sample.action, context, sample.known, sample.time)
-    known_n = sample.known.repeat_interleave(size, 1)[..., None, None]
-    _, spread = model._linear_guess(z, t_n, context.repeat_interleave(size, 1), known_n, windows)
-    error = ((v - (noise - sample.x0)) / spread).square() * (t_n > 0)
-    return error.mean() / (t_n > 0).float().mean()
+    error = ((v - (noise - sample.x0)) / model.spread(t, sample.known)).square() * noisy
+    return error.mean() / noisy.mean()
+
+
+def _device(model: StreetDiT) -> torch.device:
+    return model.place.device
 
 
 def _noisy_context(sample: WindowSample, most: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -255,7 +274,7 @@ def _pairs_to_latents(codec: Codec, target: Tensor) -> Tensor:
 
 
 def _codec_loss(codec: Codec, target: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(target.device.type, torch.bfloat16):
         image = codec.decode_images(_pairs_to_latents(codec, target))
     return F.mse_loss(image.float(), target)
 
