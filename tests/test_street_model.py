@@ -199,7 +199,7 @@ def test_codec_is_causal_and_linear_part_is_a_projection() -> None:
     assert z.shape == (2, CELLS, Z)
     later = {k: torch.cat((v[:2], 255 - v[2:])) for k, v in frames.items()}
     assert torch.equal(codec.encode(later)[0], z[0])
-    decoded = {k: v for k, v in codec.decode(z).items()}
+    decoded = codec.decode(z)
     assert {k: v.shape for k, v in decoded.items()} == {k: v.shape for k, v in frames.items()}
     with pytest.raises(ValueError, match="'rear'"):
         codec.encode({k: v for k, v in frames.items() if k != "rear"})
