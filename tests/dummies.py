@@ -59,11 +59,13 @@ class Stack(nn.Module):
 
     @property
     def calls(self) -> list[int]:
-        """Calls of every block since the last look."""
-        counts = [b.calls for b in self.blocks]
+        """Calls of every block since they were forgotten."""
+        return [b.calls for b in self.blocks]
+
+    def forget_calls(self) -> None:
+        """Count from zero again."""
         for b in self.blocks:
             b.calls = 0
-        return counts
 
 
 def doubling(depth: int = 4) -> Stack:

@@ -61,7 +61,7 @@ class Cache:
         self._engine.fork(source, target)
 
     def notify_weights_changed(self) -> None:
-        """Say that weights changed in a way PyTorch cannot tell (a kernel wrote to them, an adapter was switched)."""
+        """Say that weights changed in a way PyTorch cannot tell: by a kernel of one's own, or under inference mode."""
         self._engine.touch_weights()
 
     def rollout(self, key: Hashable | None = None) -> AbstractContextManager[None]:
@@ -126,13 +126,15 @@ class Cache:
             bytes_actual=sum(r.bytes for r in engine.rollouts.values()),
         )
 
-    def explain(self, chunk: int, step: int, block: int, branch: str | None = None) -> str:
-        """One sentence: what was done with a block, and on which numbers.
+    def explain(
+        self, chunk: int, step: int, block: int, branch: str | None = None, rollout: Hashable | None = None
+    ) -> str:
+        """One sentence: what was done with a block, and on which numbers. See `Trace.find`.
 
         Raises:
             RollcacheError: nothing was decided there, or it is no longer in the trace.
         """
-        return self.policy.explain(self.trace.find(chunk, step, block, branch))
+        return self.policy.explain(self.trace.find(chunk, step, block, branch, rollout))
 
     def summary(self) -> str:
         """A few lines about what the cache did and what it holds."""
@@ -145,7 +147,7 @@ class Cache:
             (
                 f"rollcache on {type(engine.model).__name__} ({engine.depth} blocks): {_written(self.policy)}",
                 f"  passes   {s.chunks} chunks, {roles} passes; only denoise passes are ever approximated",
-                f"  skipped  {s.skip_rate:.1%} of {s.cells} block evaluations after warm-up (in it: {s.warmup_cells})",
+                f"  skipped  {s.skip_rate:.1%} of {s.cells} block evaluations after warm-up, {s.warmup_cells} in it",
                 f"  reasons  {why}",
                 f"  memory   {_bytes(s.bytes_actual)} held, {_bytes(s.bytes_predicted)} predicted, {budget}, "
                 f"{len(engine.rollouts)} rollouts",
@@ -230,6 +232,8 @@ def enable(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"enable() takes a torch module, got {type(model).__name__}.")
+    if isinstance(policy, type):
+        raise TypeError(f"enable() takes settings, not a class: {policy.__name__}().")
     if max_rollouts < 1 or trace_capacity < 1:
         raise ValueError(f"max_rollouts ({max_rollouts}) and trace_capacity ({trace_capacity}) must be at least 1.")
     marks = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from math import nan
@@ -78,6 +78,7 @@ class Record(NamedTuple):
     deviation: float
     condition_distance: float
     source: int | None
+    rollout: Hashable
 
     def line(self) -> str:
         """One line of text, stable over machines: the unit of a golden trace."""
@@ -140,9 +141,9 @@ class Trace:
     chunks: int = 0
     passes: Counter[str] = field(default_factory=Counter)
     warmup_cells: int = 0
+    reasons: Counter[Reason] = field(default_factory=Counter)
     _records: deque[Record] = field(init=False)
     _cells: Counter[tuple[int, int, int, Action]] = field(default_factory=Counter)  # (step, start, stop, action)
-    _reasons: Counter[Reason] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._records = deque(maxlen=self.capacity)
@@ -159,21 +160,25 @@ class Trace:
         action, reason, cosine, threshold, deviation, distance = decision
         blocks = stop - start
         place = (where.chunk, step, start, blocks, branch, where.role.value)
-        self._records.append(Record(*place, action, reason, cosine, threshold, deviation, distance, source))
+        numbers = (cosine, threshold, deviation, distance)
+        self._records.append(Record(*place, action, reason, *numbers, source, where.rollout))
         if warmup:
             self.warmup_cells += blocks
         else:
-            self._reasons[reason] += blocks
+            self.reasons[reason] += blocks
             self._cells[step, start, stop, action] += 1
 
-    def find(self, chunk: int, step: int, block: int, branch: str | None = None) -> Record:
-        """The latest record about one block.
+    def find(
+        self, chunk: int, step: int, block: int, branch: str | None = None, rollout: Hashable | None = None
+    ) -> Record:
+        """The latest record about one block; of any branch and rollout unless they are given.
 
         Raises:
             RollcacheError: it never was decided, or the record is no longer kept.
         """
         for r in reversed(self._records):
-            if (r.chunk, r.step) == (chunk, step) and 0 <= block - r.block < r.blocks and branch in (None, r.branch):
+            here = (r.chunk, r.step) == (chunk, step) and 0 <= block - r.block < r.blocks
+            if here and branch in (None, r.branch) and rollout in (None, r.rollout):
                 return r
         if self._records and chunk < self._records[0].chunk:
             oldest = self._records[0].chunk
@@ -205,5 +210,5 @@ class Trace:
             by_step_block=[
                 [r / n if n else 0.0 for r, n in zip(*rows, strict=True)] for rows in zip(replayed, seen, strict=True)
             ],
-            reasons={str(reason): count for reason, count in self._reasons.most_common()},
+            reasons={str(reason): count for reason, count in self.reasons.most_common()},
         )

@@ -15,17 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from rollcache.adapters.spec import Adapter
-from rollcache.decision import Trace
+from rollcache.decision import Reason, Trace
 from rollcache.fingerprint import Hidden, Sampler, Sampling
 from rollcache.lookahead import Reduce
 from rollcache.passes import Moved, Pass, Role, RollcacheError, Segment, Snapshot
 from rollcache.policies.base import PolicyConfig
-from rollcache.rollout import Rollout
+from rollcache.rollout import Rollout, log
 from rollcache.store import Budget
 from rollcache.walk import Walk
 
 PROBE = Sampling(tokens=16)
 """What is looked at to find blocks that write in place, under policies that take no fingerprints."""
+
+IDLE_CHUNKS = 8
+"""When this chunk begins and nothing was replayed, the log says so."""
 
 
 @dataclass(slots=True)
@@ -191,6 +194,8 @@ class Engine:
         key = (tuple((h.shape, h.device) for h in hidden), streams, segments, sampling)
         sampler = self._samplers.get(key)
         if sampler is None:
+            if len(self._samplers) >= 32:  # shapes that change all the time must not pile up
+                self._samplers.clear()
             sampler = self._samplers[key] = Sampler(hidden, segments, sampling or PROBE, streams)
         return sampler
 
@@ -208,7 +213,10 @@ class Engine:
         self._weights_version += 1
 
     def weights(self) -> object:
-        """A token that is different after every change of the blocks' parameters that PyTorch can tell."""
+        """A token that is different after every change of the blocks' parameters that PyTorch can tell.
+
+        Writes under `inference_mode` are not counted by anyone: `touch_weights` is for those.
+        """
         return self._weights_version, [_identity(p) for block in self.blocks for p in block.parameters()]
 
     def _block_runner(self, index: int) -> Callable[[Callable[..., Any], Any, Any], Any]:
@@ -228,7 +236,7 @@ class Engine:
             return original(*args, **kwargs)
         if torch.is_grad_enabled():
             raise RollcacheError(
-                "rollcache is for inference: call the model under torch.no_grad() or inference_mode(), or disable the cache."
+                "rollcache is for inference: call the model under torch.no_grad() or torch.inference_mode()."
             )
         self._busy = True
         try:
@@ -252,9 +260,18 @@ class Engine:
                 known.dirty = False
             return None
         rollout = self.state(where.rollout)
-        self.trace.chunks += rollout.enter(where, self.weights)
+        if rollout.enter(where, self.weights):
+            self.trace.chunks += 1
+            self._tell_if_idle()
         self._passes += 1
         return Walk(self, rollout, where, self._passes)
+
+    def _tell_if_idle(self) -> None:
+        """Once, after a few chunks: nothing is ever replayed, and why."""
+        reasons = self.trace.reasons
+        if self.trace.chunks == IDLE_CHUNKS and reasons and Reason.SIMILAR not in reasons:
+            reason, _ = reasons.most_common(1)[0]
+            log.warning("rollcache: nothing was replayed in %d chunks, mostly: %s.", IDLE_CHUNKS - 1, reason)
 
     def _invalidate(self, where: Pass) -> None:
         """Fail closed: after an exception nothing of the rollout is trusted."""

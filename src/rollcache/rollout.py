@@ -53,6 +53,7 @@ class Rollout:
         self._visited: set[tuple[str, int]] = set()
         self._schedule: set[tuple[str, int]] | None = None
         self._weights: object = None
+        self._told: set[str] = set()
 
     @property
     def bytes(self) -> int:
@@ -109,7 +110,7 @@ class Rollout:
         known = self._signatures.get(branch)
         if known is not None and known != signature:
             visited = self._visited
-            self.clear(f"the hidden state changed from {_describe(known)} to {_describe(signature)}")
+            self.clear("the hidden state changed", f"from {_describe(known)} to {_describe(signature)}")
             if len(visited) == 1:  # nothing else has happened in this chunk: it is the first of a new life
                 self._visited, self.ordinal = visited, 0
         self._signatures[branch] = signature
@@ -145,10 +146,11 @@ class Rollout:
         self.chunk = chunk
         self.ordinal += 1
 
-    def clear(self, why: str) -> None:
-        """Forget everything that was learnt. Until a chunk begins, nothing is stored."""
-        if self.rows:
-            log.info("rollcache: %s; the next chunk is computed in full.", why)
+    def clear(self, why: str, detail: str = "") -> None:
+        """Forget everything that was learnt, and log each cause once. Until a chunk begins, nothing is stored."""
+        if self.rows and why not in self._told:
+            log.info("rollcache: %s %s: the next chunk is computed in full.", why, detail)
+            self._told.add(why)
         for row in self.rows.values():
             row.drop()
         self.rows.clear()

@@ -121,8 +121,7 @@ class Row:
         residual = old.residual if old is not None else self._reserve(after, self._dtype)
         if residual is None:
             return False
-        for r, a, b in zip(residual, after, before, strict=True):
-            torch.sub(a, b, out=r)
+        _subtract(residual, after, before)
         if health is None:
             health = torch.stack([r.sum(dtype=torch.float32) for r in residual]).sum()
         self.entries[span] = Entry(residual, tuple(a.dtype for a in after), chunk, snapshot, health)
@@ -162,8 +161,7 @@ class Row:
         """Store the residual of a run of spans computed in one pass: what went in, subtracted from what came out."""
         total = self._room(start, stop)
         if total is not None:
-            for t, a, b in zip(total, after, before, strict=True):
-                torch.sub(a, b, out=t)
+            _subtract(total, after, before)
             self._run = (start, stop)
 
     def total(self, start: int, stop: int) -> Hidden:
@@ -230,6 +228,14 @@ class Row:
         spans = len(self.cells)
         residuals = (spans + (spans > 1)) * _size(after, self._dtype)
         return residuals + (0 if fingerprint is None else spans * fingerprint.nbytes)
+
+
+def _subtract(out: Hidden, after: Hidden, before: Hidden) -> None:
+    for r, a, b in zip(out, after, before, strict=True):
+        if r.dtype == a.dtype:
+            torch.sub(a, b, out=r)
+        else:  # a subtraction that converts on the way is several times slower
+            r.copy_(a - b)
 
 
 def _size(tensors: Hidden, dtype: torch.dtype | None) -> int:

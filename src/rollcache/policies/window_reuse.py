@@ -21,7 +21,7 @@ class WindowReuse:
     Attributes:
         condition_tol: compute when a condition moved by more than this many of its `scale` since the chunk that was
             computed last. .03 for quality, .3 for speed. Without conditions nothing but the schedule is left.
-        min_cosine: also compare fingerprints of the input of the stack, in [-1, 1]. None is off.
+        min_cosine: also compare fingerprints of the input of the stack, in [-1, 1]; 1 never replays. None is off.
         warmup_chunks: chunks computed in full first.
         max_staleness: replays in a row after which the stack is computed. None is no limit.
         protect: as in `XCache`.
@@ -85,7 +85,7 @@ class WindowReusePolicy(Policy):
         if config.min_cosine is None:
             return Decision(Action.REPLAY, Reason.SIMILAR, condition_distance=distance)
         cosine = evidence.similarity.cosine
-        passed = cosine >= config.min_cosine
+        passed = cosine >= config.min_cosine < 1
         reason = Reason.SIMILAR if passed else Reason.COSINE if isfinite(cosine) else Reason.NOT_FINITE
         action = Action.REPLAY if passed else Action.COMPUTE
         return Decision(action, reason, cosine, config.min_cosine, nan, distance)

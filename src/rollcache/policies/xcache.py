@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from typing import Any, Literal, get_args
 
 from rollcache.decision import Action, Decision, Reason, Record
@@ -29,7 +29,7 @@ class XCache:
 
     Attributes:
         min_cosine: floor of the similarity threshold, in [-1, 1] (tau_floor, Eq. 9). Inside a KV cycle the cosine of
-            unchanged blocks is above .9999; at the paper's .97 a brake or a steer goes unnoticed.
+            unchanged blocks is above .9999; at the paper's .97 a brake or a steer goes unnoticed. 1 never replays.
         margin: how far the threshold stays below the running mean (m, Eq. 9).
         ema_alpha: weight of the newest similarity in the running mean (alpha, Eq. 8); 0 keeps the first one.
         max_deviation: the largest change in units of the mean magnitude must stay below this (tau_dev, Eq. 6). None is
@@ -188,8 +188,10 @@ class XCachePolicy(Policy):
         return None
 
     def _threshold(self, cell: Cell) -> float:
-        """tau(t, b), Eq. 9."""
+        """tau(t, b), Eq. 9. At 1 nothing passes: rounding must not decide whether a gate is closed."""
         config = self.config
+        if config.min_cosine == 1:
+            return inf
         if cell.step == 0 and config.first_step == "strict":
             return config.strict_cosine
         mean = self._ema.get(cell)

@@ -1,0 +1,188 @@
+"""The library decides as the naive sequential reference does, and produces what it produces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from dummies import Stack, mixing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from naive import NaiveXCache
+from torch import Tensor
+
+import rollcache
+from rollcache import Action, Condition, Segment, XCache
+from rollcache.fingerprint import allocate
+
+DEPTH, WIDTH = 5, 8
+CAMERAS = (
+    Segment("front", 2, (2, 3, 4), start=0, view_stride=12, frame_stride=32),
+    Segment("side", 1, (2, 2, 4), start=24, view_stride=8, frame_stride=32),
+)  # frame-interleaved: 32 tokens a frame
+
+
+def drive(
+    config: XCache,
+    *,
+    seed: int,
+    changes: list[float],
+    steps: int = 2,
+    batch: int = 1,
+    kv_every: int = 4,
+    turns: list[float] | None = None,
+    lookahead: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[list[tuple[Any, ...]], float]:
+    """Run both over a rollout whose input moves by `changes` from chunk to chunk.
+
+    Returns:
+        All disagreements with what led to them, and the largest difference of the outputs while they agreed.
+    """
+    g = torch.Generator().manual_seed(seed)
+    model = mixing(DEPTH, WIDTH, seed, strength=0.3).to(dtype)
+    start = torch.randn(batch, 64, WIDTH, generator=g)
+    drift = torch.randn(steps, len(changes), batch, 64, WIDTH, generator=g)
+    conditions = [torch.zeros(3) for _ in changes]
+    for n, turn in enumerate(turns or []):
+        conditions[n][1] = turn
+    scale = torch.tensor([9.0, 0.3, 1.0])
+
+    naive = NaiveXCache(
+        config, DEPTH, CAMERAS, lambda s: allocate(s.grid, config.fingerprint_tokens, config.min_frames)
+    )
+    handle = rollcache.enable(model, config, blocks=list(model.blocks), lookahead=lookahead)
+    bare = [block.__class__.forward.__get__(block) for block in model.blocks]
+    wrapped = [lambda hs, *extra, f=f: [f(hs[0], *extra)] for f in bare]
+
+    differences, error = [], 0.0
+    with torch.no_grad(), handle.rollout():
+        for n, change in enumerate(changes):
+            condition = (Condition("action", conditions[n], scale),)
+            with handle.chunk(conditions=condition, segments=CAMERAS, kv_update=n % kv_every == 0):
+                for t in range(steps):
+                    start = start + change * drift[t, n]
+                    x = start.to(dtype)
+                    handle.step()
+                    ours = model(x)
+                    theirs, outcomes = naive.run(
+                        wrapped, [x], chunk=n, step=t, conditions=condition, kv_update=n % kv_every == 0
+                    )
+                    records = list(handle.trace)[-DEPTH:]
+                    assert [r.block for r in records] == list(range(DEPTH))
+                    wrong = [
+                        (n, t, r, o)
+                        for r, o in zip(records, outcomes, strict=True)
+                        if (r.action is Action.REPLAY) != o.skipped
+                    ]
+                    differences += wrong
+                    if wrong:
+                        return differences, error
+                    error = max(error, float((ours - theirs[0]).abs().max()))
+    handle.disable()
+    return differences, error
+
+
+CONFIGS = st.builds(
+    XCache,
+    min_cosine=st.sampled_from([-1.0, 0.9, 0.97, 0.995, 0.9995, 1.0]),
+    margin=st.sampled_from([0.0, 0.02]),
+    ema_alpha=st.sampled_from([0.0, 0.3, 1.0]),
+    max_deviation=st.sampled_from([None, 0.3, 2.0]),
+    front_blocks=st.integers(0, 2),
+    back_blocks=st.integers(0, 2),
+    warmup_chunks=st.integers(0, 2),
+    max_staleness=st.sampled_from([None, 0, 1, 2]),
+    first_step=st.sampled_from(["off", "on", "strict", "auto"]),
+    protect=st.sampled_from(["chunk", "pass"]),
+    fingerprint_tokens=st.sampled_from([4, 32]),
+    min_frames=st.integers(1, 2),
+    deviation=st.sampled_from(["element", "token"]),
+    refresh=st.sampled_from(["on_compute", "always"]),
+    ema_on_forced=st.booleans(),
+    condition_cosine=st.booleans(),
+    condition_tol=st.sampled_from([None, 0.1]),
+)
+CHANGES = st.lists(st.sampled_from([0.0, 1e-3, 1e-2, 3e-2, 0.1, 0.3]), min_size=3, max_size=7)
+TURNS = st.lists(st.sampled_from([0.0, 0.0, 0.01, 0.2]), max_size=3)
+
+
+def near_miss(difference: tuple[Any, ...], config: XCache, margin: float) -> bool:
+    """Whether a disagreement lies within `margin` of a threshold: relative for the cosine's distance from 1."""
+    _, _, record, outcome = difference
+    if outcome.cosine is None or record.cosine != record.cosine:
+        return False
+    close = abs(outcome.cosine - outcome.threshold) < margin
+    limit = config.max_deviation
+    return close or (limit is not None and abs(outcome.deviation - limit) < 100 * margin * limit)
+
+
+@given(
+    config=CONFIGS, seed=st.integers(0, 9), changes=CHANGES, turns=TURNS, batch=st.integers(1, 2), ahead=st.booleans()
+)
+@settings(max_examples=60, deadline=None)
+def test_decisions_and_outputs_equal_the_naive_sequential_reference(
+    config: XCache, seed: int, changes: list[float], turns: list[float], batch: int, ahead: bool
+) -> None:
+    differences, error = drive(config, seed=seed, changes=changes, turns=turns, batch=batch, lookahead=ahead)
+    assert all(near_miss(d, config, 2e-6) for d in differences), differences
+    assert error < 1e-4
+
+
+@given(config=CONFIGS, seed=st.integers(0, 9), changes=CHANGES)
+@settings(max_examples=20, deadline=None)
+def test_in_bfloat16_decisions_differ_at_most_within_a_margin_of_the_threshold(
+    config: XCache, seed: int, changes: list[float]
+) -> None:
+    differences, _ = drive(config, seed=seed, changes=changes, dtype=torch.bfloat16)
+    assert all(near_miss(d, config, 1e-3) for d in differences), differences
+
+
+@pytest.mark.parametrize("config", [XCache(), XCache.paper(), XCache(min_cosine=0.9, front_blocks=0)])
+def test_look_ahead_and_block_by_block_gating_take_the_same_decisions(config: XCache) -> None:
+    for changes in ([0, 0, 0.01, 0, 0.02, 0], [0, 0.03, 0.001, 0.1, 0, 0]):
+        ahead = drive(config, seed=3, changes=changes)
+        behind = drive(config, seed=3, changes=changes, lookahead=False)
+        assert ahead[0] == behind[0] == []
+
+
+def test_a_run_with_a_hole_is_replayed_on_both_sides_of_it() -> None:
+    """Block 2 is refused, its neighbours replay: the sums over the two runs are those of the single residuals."""
+    model, x = mixing(5, WIDTH), torch.randn(1, 64, WIDTH)
+    config = XCache(min_cosine=-1, margin=2, max_deviation=None, front_blocks=0, condition_tol=None)
+    handle = rollcache.enable(model, config, blocks=list(model.blocks))
+    policy_of = type(config.build(5))
+    decide = policy_of.decide
+
+    def but_not_block_2(self: Any, cell: Any, evidence: Any) -> Any:
+        decision = decide(self, cell, evidence)
+        if cell.start == 2:
+            return decision._replace(action=Action.COMPUTE)
+        return decision
+
+    kept = residuals(model, x)
+    model.forget_calls()
+    with torch.no_grad(), handle.rollout(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy_of, "decide", but_not_block_2)
+        for n in range(3):
+            with handle.chunk():
+                handle.step()
+                y = model(x + 0.1 * n)
+                if n:
+                    assert model.calls == [0, 0, 1, 0, 0]
+                    h = x + 0.1 * n
+                    for b, block in enumerate(model.blocks):
+                        h = type(block).forward(block, h) if b == 2 else h + kept[b]
+                    torch.testing.assert_close(y, h)
+                model.forget_calls()
+
+
+def residuals(model: Stack, x: Tensor) -> list[Tensor]:
+    """What every block adds when all are computed."""
+    out = []
+    for block in model.blocks:
+        y = type(block).forward(block, x)
+        out.append(y - x)
+        x = y
+    return out
