@@ -179,6 +179,10 @@ class Renderer:
                 path.setDepthWrite(False)
                 if layer == GROUND:
                     path.setTwoSided(True)
+            else:
+                path.setBin(
+                    "fixed", 0
+                )  # in the order of the scene graph: the usual sorting by state varies from run to run
         return top
 
     # -- an episode -------------------------------------------------------------------------------------------------
@@ -280,7 +284,7 @@ class Renderer:
             path.setTransparency(p.TransparencyAttrib.MAlpha)
             path.setDepthWrite(False)
             path.setTwoSided(True)
-            path.setBin("fixed", 0)
+            path.setBin("fixed", 10, 1)
 
     def _pose(self, episode: Episode, i: int) -> None:
         """Put the rig, the chunks and the agents where they are in frame i."""
@@ -300,7 +304,7 @@ class Renderer:
                 key = (box.kind, box.colour)
                 if key not in self.agents:
                     self.agents[key] = self._attach(self.p.NodePath("pool"), box.kind, agent_mesh(*key).merged())
-                self.live[box.agent] = self.agents[key].copyTo(self.static)
+                self.live[box.agent] = self.agents[key].copyTo(self.static, box.agent)
             self.live[box.agent].setPosHpr(box.centre[0], box.centre[1], 0.0, math.degrees(box.yaw), 0.0, 0.0)
         for agent in [a for a in self.live if a not in present]:
             self.live.pop(agent).removeNode()
