@@ -1,0 +1,158 @@
+"""What a lane computed and what it replayed: a compact record for result files, skip rates and the cost ceiling.
+
+A chunk is written as one word per denoising step with one letter per block: `C` computed, `R` replayed. A chunk that
+was emitted without any pass of the transformer has no words.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollcache.measure import Ceiling, PassTimes, ceiling
+
+if TYPE_CHECKING:
+    from rollcache.bench.lanes import Lane
+    from rollcache.street.protocol import Protocol
+
+COMPUTED, REPLAYED = "C", "R"
+
+
+@dataclass(frozen=True)
+class Window:
+    """The chunks that count for speed and skip: whole KV cycles after the first one.
+
+    Attributes:
+        first: first chunk that counts.
+        stop: one past the last.
+        commits: commit passes among them.
+        whole: False when the rollout was too short for a whole cycle after the first; then all chunks after the first
+            chunk count.
+    """
+
+    first: int
+    stop: int
+    commits: int
+    whole: bool
+
+    @classmethod
+    def of(cls, chunks: int, protocol: Protocol) -> Window:
+        """The window of a rollout of `chunks` chunks.
+
+        Raises:
+            ValueError: fewer than two chunks.
+        """
+        every = protocol.kv_every
+        if chunks < 2:
+            raise ValueError(f"{chunks} chunk(s) generated; at least 2 are needed, since the first is warm-up.")
+        stop = chunks - chunks % every
+        if stop >= 2 * every:
+            return cls(every, stop, (stop - every) // every, True)
+        return cls(1, chunks, sum(commits_in(n, protocol) for n in range(1, chunks)), False)
+
+    @property
+    def chunks(self) -> range:
+        """The chunks that count."""
+        return range(self.first, self.stop)
+
+    def describe(self) -> str:
+        """For captions."""
+        what = "whole KV cycles after the first" if self.whole else "all chunks after the first"
+        return f"chunks {self.first} to {self.stop - 1} ({what})"
+
+
+def commits_in(chunk: int, protocol: Protocol) -> int:
+    """Commit passes of one generation step."""
+    if protocol.kind == "receding":
+        return int(chunk % protocol.kv_every == protocol.kv_every - 1)
+    return int(chunk % protocol.kv_every == 0)
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What one lane did.
+
+    Attributes:
+        words: per chunk, per step: one letter per block; an empty chunk has no steps.
+        steps: denoising steps of the lane.
+        depth: blocks of the transformer.
+        reasons: cells by reason, whole rollout.
+    """
+
+    words: tuple[tuple[str, ...], ...]
+    steps: int
+    depth: int
+    reasons: dict[str, int]
+
+    @classmethod
+    def of(cls, lane: Lane) -> Decisions:
+        """Read the trace of a lane's cache, or what its loop did without one."""
+        protocol = lane.session.protocol
+        depth = len(lane.session.world.model.blocks)
+        chunks = len(lane.passes)
+        empty = {n for n, passes in enumerate(lane.passes) if passes <= commits_in(n, protocol)}
+        grid = [[[COMPUTED] * depth for _ in range(protocol.steps)] for _ in range(chunks)]
+        reasons: Counter[str] = Counter()
+        for r in lane.handle.trace if lane.handle is not None else ():
+            if r.role != "denoise" or not 0 <= r.chunk < chunks or r.chunk in empty:
+                continue
+            reasons[str(r.reason)] += r.blocks
+            if str(r.action) == "replay":
+                grid[r.chunk][r.step][r.block : r.block + r.blocks] = [REPLAYED] * r.blocks
+        words = tuple(() if n in empty else tuple("".join(word) for word in step) for n, step in enumerate(grid))
+        return cls(words, protocol.steps, depth, dict(reasons.most_common()))
+
+    def skipped(self, window: Window) -> list[tuple[int, int, int]]:
+        """Replayed cells (chunk, step, block) of the chunks that count, chunks without passes left out."""
+        return [
+            (n, t, b)
+            for n in window.chunks
+            for t, word in enumerate(self.words[n])
+            for b, letter in enumerate(word)
+            if letter == REPLAYED
+        ]
+
+    def empty(self, window: Window) -> list[int]:
+        """Chunks that count and ran no denoise pass."""
+        return [n for n in window.chunks if not self.words[n]]
+
+    def ceiling(self, times: PassTimes, window: Window) -> Ceiling:
+        """The most that this skip allows; its skip rate is skipped / denoise cells of the chunks that count."""
+        return ceiling(
+            times,
+            chunks=window.stop,
+            steps=self.steps,
+            skipped=self.skipped(window),
+            empty_chunks=self.empty(window),
+            commits=window.commits,
+            warmup=window.first,
+        )
+
+    def by_step_block(self, window: Window) -> list[list[float]]:
+        """Share of chunks that count in which a cell was skipped, [step][block]."""
+        count = len(window.chunks)
+        rates = []
+        for t in range(self.steps):
+            words = [self.words[n][t] if self.words[n] else REPLAYED * self.depth for n in window.chunks]
+            rates.append([sum(w[b] == REPLAYED for w in words) / count for b in range(self.depth)])
+        return rates
+
+    def by_phase(self, window: Window, cycle: int) -> list[float]:
+        """Share of cells skipped per position in the KV cycle."""
+        rates = []
+        for phase in range(cycle):
+            chunks = [n for n in window.chunks if n % cycle == phase]
+            cells = [
+                letter for n in chunks for letter in ("".join(self.words[n]) or REPLAYED * self.steps * self.depth)
+            ]
+            rates.append(cells.count(REPLAYED) / len(cells) if cells else 0.0)
+        return rates
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for a result file."""
+        return {
+            "letters": {COMPUTED: "computed", REPLAYED: "replayed"},
+            "chunks": [list(words) for words in self.words],
+            "reasons": self.reasons,
+        }

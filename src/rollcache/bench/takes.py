@@ -1,0 +1,208 @@
+"""A take: everything that the compared rollouts share. Scene, drive, real start, actions per chunk, rendered truth.
+
+The first frames of a rendered episode fill the K/V cache (the start); the rollouts then follow the drive's next rows,
+and the renderer's frames of the same rows are the truth that a perfect world model would generate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollcache.street.data import HELD_OUT_SEED
+from rollcache.street.drives import FPS, Drive, DriveError, load_drive, scripted_drive
+from rollcache.street.protocol import Protocol
+from rollcache.street.rig import FRAMES_PER_LATENT
+
+if TYPE_CHECKING:
+    from rollcache.street.world import Start, World
+
+TURNING = 0.1  # rad/s: a frame with a larger yaw rate counts as turning
+START_WINDOWS = 2
+
+Draw = Callable[[str, int, Drive], Mapping[str, Tensor]]  # (scenario, scene seed, drive) -> uint8 frames by view group
+
+
+@dataclass(frozen=True)
+class Injection:
+    """An abrupt action in the middle of a drive.
+
+    Attributes:
+        kind: "brake" (to standstill) or "steer" (to `yaw_rate`), both from one frame to the next: harsher than any car,
+            and a single change that a gate sees once or never.
+        chunk: the generation step whose first frame feels it.
+        yaw_rate: of "steer", rad/s.
+    """
+
+    kind: str
+    chunk: int
+    yaw_rate: float = 0.67
+
+    def apply(self, drive: Drive, begin: int, per_step: int, chunks: int) -> Drive:
+        """The drive with the injection.
+
+        Args:
+            drive: rows of the start, then of `chunks` generation steps of `per_step` rows.
+            begin: first row after the start.
+            per_step: rows per generation step.
+            chunks: generation steps.
+
+        Raises:
+            ValueError: there is no such chunk.
+        """
+        if not 0 <= self.chunk < chunks:
+            raise ValueError(f"cannot inject a {self.kind} at chunk {self.chunk}: chunks are 0 to {chunks - 1}.")
+        row = begin + self.chunk * per_step
+        if self.kind == "brake":
+            return drive.with_brake(row, decel=float(FPS * drive.speed.max() + 1))
+        return drive.with_steer(row, self.yaw_rate)
+
+
+@dataclass(frozen=True)
+class Take:
+    """What all lanes of one comparison share.
+
+    Attributes:
+        scenario: name of the scene group.
+        seed: seed of the comparison; the scene's seed is `HELD_OUT_SEED + seed`, never trained on.
+        drive: all rows, those of the start included.
+        start: real latents that fill the K/V cache.
+        actions: per generation step [chunks, frames per step, 2] in m/s and rad/s.
+        truth: rendered frames of the same rows, group -> [T, V, H, W, 3] in [0, 1].
+        injections: what was injected into the drive.
+    """
+
+    scenario: str
+    seed: int
+    drive: Drive
+    start: Start
+    actions: Tensor
+    truth: Mapping[str, Tensor]
+    injections: tuple[Injection, ...] = ()
+
+    @property
+    def chunks(self) -> int:
+        """Generation steps."""
+        return self.actions.shape[0]
+
+    @property
+    def yaw_rate(self) -> Tensor:
+        """Commanded yaw rate of every generated frame [T], rad/s."""
+        return self.actions.flatten(0, 1)[:, 1]
+
+    @property
+    def turning(self) -> Tensor:
+        """Which generated frames turn: bool [T]."""
+        return self.yaw_rate.abs() > TURNING
+
+    def injected(self, injection: Injection) -> Take:
+        """The same start, then the same drive with `injection`. The truth stays that of the planned drive."""
+        per_step = self.actions.shape[1]
+        begin = len(self.drive) - self.chunks * per_step
+        drive = injection.apply(self.drive, begin, per_step, self.chunks)
+        actions = chunk_actions(drive, begin, per_step, self.chunks)
+        return replace(self, drive=drive, actions=actions, injections=(*self.injections, injection))
+
+    def describe(self) -> dict[str, object]:
+        """Plain values for a result file."""
+        return {
+            "scenario": self.scenario,
+            "seed": self.seed,
+            "scene_seed": HELD_OUT_SEED + self.seed,
+            "drive": self.drive.name,
+            "drive_source": self.drive.source,
+            "chunks": self.chunks,
+            "frames": int(self.actions.shape[0] * self.actions.shape[1]),
+            "start_frames": int(len(self.start.latents) * FRAMES_PER_LATENT),
+            "injections": [f"{i.kind} at chunk {i.chunk}" for i in self.injections],
+            "speed": [round(float(v), 3) for v in self.actions.flatten(0, 1)[:, 0]],
+            "yaw_rate": [round(float(v), 4) for v in self.yaw_rate],
+        }
+
+
+def chunk_actions(drive: Drive, start: int, per_step: int, chunks: int) -> Tensor:
+    """Rows `start`, ... of a drive as actions per generation step [chunks, per_step, 2]."""
+    rows = slice(start, start + chunks * per_step)
+    action = np.stack((drive.speed[rows], drive.yaw_rate[rows]), 1)
+    return torch.from_numpy(action).float().reshape(chunks, per_step, 2)
+
+
+def rendered(scenario: str, scene_seed: int, drive: Drive) -> Mapping[str, Tensor]:
+    """Draw every frame of `drive` through the scene: group -> uint8 [T, V, H, W, 3]."""
+    from rollcache.street.render import Renderer
+    from rollcache.street.scene import Scene
+
+    episode = Scene(scenario, scene_seed).simulate(drive)
+    with Renderer() as renderer:
+        images = renderer.frames(episode, 0, len(drive))
+    return {group: torch.from_numpy(x) for group, x in images.items()}
+
+
+def make_take(
+    world: World,
+    scenario: str,
+    *,
+    seed: int = 0,
+    chunks: int = 33,
+    protocol: Protocol | None = None,
+    actions: Path | None = None,
+    injections: tuple[Injection, ...] = (),
+    draw: Draw = rendered,
+) -> Take:
+    """Draw the episode and encode its start.
+
+    Args:
+        world: encodes the start.
+        scenario: scene group.
+        seed: of the comparison; scenes are held out from training.
+        chunks: generation steps to prepare.
+        protocol: decides how many frames a generation step has.
+        actions: a recorded drive (CSV); default is the scenario's scripted drive.
+        injections: abrupt actions to put into the drive; the truth is that of the drive with them.
+        draw: draws the frames.
+
+    Raises:
+        DriveError: a recorded drive is unreadable or too short.
+        ValueError: unknown scenario, or too few chunks.
+    """
+    protocol = protocol or Protocol()
+    if chunks < 2:
+        raise ValueError(f"chunks is {chunks}; a comparison needs at least 2 (the first is warm-up).")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}; it must be 0 or more.")
+    per_step = FRAMES_PER_LATENT * protocol.latents_per_chunk
+    begin = START_WINDOWS * protocol.window * FRAMES_PER_LATENT
+    frames = begin + chunks * per_step
+    scene_seed = HELD_OUT_SEED + seed
+    if actions is None:
+        drive = scripted_drive(scenario, scene_seed, frames)
+    else:
+        drive = load_drive(actions)
+        if len(drive) < frames:
+            fit = (len(drive) - begin) // per_step
+            hint = f"; it is long enough for --chunks {fit}" if fit >= 2 else ""
+            raise DriveError(
+                f"{actions}: {len(drive)} rows, but {chunks} chunks need {frames} "
+                f"({begin} for the start and {per_step} per chunk){hint}"
+            )
+        drive = drive.first(frames)
+    for injection in injections:
+        drive = injection.apply(drive, begin, per_step, chunks)
+    images = draw(scenario, scene_seed, drive)
+    begin_frames = {group: x[:begin] for group, x in images.items()}
+    start_action = torch.from_numpy(np.stack((drive.speed[:begin], drive.yaw_rate[:begin]), 1)).float()
+    return Take(
+        scenario=scenario,
+        seed=seed,
+        drive=drive,
+        start=world.start(begin_frames, start_action),
+        actions=chunk_actions(drive, begin, per_step, chunks),
+        truth={group: x[begin:].float() / 255 for group, x in images.items()},
+        injections=injections,
+    )
