@@ -57,6 +57,8 @@ def test_positive_yaw_rate_turns_left_and_a_full_circle_closes():
     rate = 2 * math.pi / (n / FPS)
     poses = integrate(EgoState(3.0, -2.0, 0.5), np.full(n, 6.0), np.full(n, rate))
     np.testing.assert_allclose(poses[-1, :3], [3.0, -2.0, 0.5 + 2 * math.pi], atol=1e-9)
+    quarter = integrate(EgoState(0.0, 0.0, 0.0), np.full(FPS, 6.0), np.full(FPS, math.pi / 2))[-1]
+    np.testing.assert_allclose(quarter[:3], [12 / math.pi, 12 / math.pi, math.pi / 2], atol=1e-9)
     straight = EgoState(0.0, 0.0, 0.0).moved(12.0, 0.0)
     assert (straight.x, straight.y) == pytest.approx((1.0, 0.0))
     left = EgoState(0.0, 0.0, 0.0).moved(12.0, 0.6)
@@ -180,6 +182,18 @@ def test_a_car_behind_brakes_for_the_standing_ego():
         traffic.agents = [car]
     assert car.speed < 0.3
     assert -16.0 < car.s < -7.0
+
+
+def test_an_agent_that_the_ego_runs_into_makes_way():
+    layout = make_layout("highway", 0)
+    ego = EgoState(*layout.pose(1, 0, 0.0))
+    traffic = Traffic(layout)
+    traffic.populate(ego)
+    count, hit = len(traffic.agents), traffic.agents[0]
+    hit.lane, hit.k, hit.target, hit.s, hit.speed = 1, 0.0, 0, 2.0, 0.0
+    traffic.step(ego)
+    assert hit not in traffic.agents
+    assert len(traffic.agents) == count  # another one came in its place
 
 
 def test_braking_ego_changes_the_traffic_only_afterwards():

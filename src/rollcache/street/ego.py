@@ -10,8 +10,8 @@ import numpy as np
 from rollcache.street.rig import FPS
 
 WHEELBASE = 2.8  # metres
-LENGTH, WIDTH, HEIGHT = 4.6, 1.9, 1.5
-CAMERA_HEIGHT = 1.5
+LENGTH, WIDTH = 4.6, 1.9  # metres
+CAMERA_HEIGHT = 1.5  # metres
 
 
 @dataclass(frozen=True)

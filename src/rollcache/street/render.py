@@ -79,6 +79,7 @@ class Renderer:
         self.agents: dict[tuple[str, Colour], Any] = {}
         self.episode: Episode | None = None
         self.static: Any = None
+        self.halo: Any = None  # what is centred on the ego: sky, hills, far ground, haze
         self.shown: list[tuple[Any, Any]] = []  # tiles and the details in them
         self.extent: Array = np.zeros((0, 4))  # their x0, x1, y0, y1
         self.live: dict[int, Any] = {}

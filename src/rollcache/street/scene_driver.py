@@ -119,7 +119,7 @@ class Driver:
         self.rng = rng_of(layout.seed, 51)
         self.state = layout.start()
         self.steer, self.frame, self.redraw, self.wish, self.lane = 0.0, 0, 0, 0.0, 0
-        self.u_sign, self.u_from, self.u_next, self.u_steps = 0, 0.0, math.inf, 0
+        self.u_sign, self.u_from, self.u_next = 0, 0.0, math.inf
         if isinstance(layout, GridLayout):
             self.route: Route | None = grid_route(
                 layout, self.rng, self.state, 16.0 * frames / FPS + 120.0, layout.scenario == "urban"
