@@ -176,6 +176,7 @@ def test_mosaic_of_the_street_rig_puts_every_camera_once():
         assert (part == torch.tensor(i / 10)).all(), tile.name
     assert int(layout.mask().sum()) == 48 * (3 * 96 + 4 * 80)
     assert (picture[0][~layout.mask()] == 1).all()
+    assert {t.name: t.left for t in layout.tiles if t.top} == {"left_rear": 48, "rear": 128, "right_rear": 224}
     above = [t.name for t in sorted(layout.tiles, key=lambda t: (t.top, t.left)) if t.top == 0]
     assert above == ["left_front", "front_narrow", "front_wide", "right_front"]
 

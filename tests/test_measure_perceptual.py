@@ -206,6 +206,11 @@ def test_flip_takes_every_kth_frame_and_says_so():
         flip(test, reference, at_most=0)
 
 
+def test_overshoot_of_a_decoder_does_not_count():
+    white = frames(torch.ones(1, 16, 16, 3))
+    assert flip({"front": white["front"] + 0.3}, white).value == 0.0
+
+
 def test_flip_refuses_bad_input():
     x = images()[0]
     with pytest.raises(ValueError, match="pixels_per_degree must be positive, got 0"):
@@ -243,13 +248,13 @@ def stlpips_state() -> dict[str, torch.Tensor]:
     return {**{f"net.slice1.{k}": v for k, v in state.items()}, **heads}
 
 
-def test_stlpips_reads_a_weights_file_and_tolerates_a_shift(tmp_path):
+def test_stlpips_equals_the_package_on_a_weights_file(tmp_path):
     path = tmp_path / "alex_shift_tolerant.pth"
     torch.save(stlpips_state(), path)
     x, y = images()
     found = stlpips(frames(x), frames(y), weights=path)
-    assert found.value is not None
-    assert found.value > 0
+    assert found.value == pytest.approx(np.mean(STLPIPS_PACKAGE), rel=1e-5)
+    assert found.stitched == pytest.approx(found.value, rel=1e-5)  # one camera: the mosaic is the picture
     assert stlpips(frames(x), frames(x), weights=path).value == 0.0
     assert found.settings["weights_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     shapes = [x.shape[-1] for x in _sizes(stlpips_backbone(), 64)]
