@@ -23,6 +23,8 @@ PACKAGE = {
     "vgg16": (0.001145765301771462, 0.04776269197463989),
     "squeeze": (0.0021418884862214327, 0.05255025625228882),
 }
+# The same of `stlpips-pytorch` 0.0.2, variant "shift_tolerant", for the weights of `stlpips_state`.
+STLPIPS_PACKAGE = (0.0027217341121286154, 0.16159743070602417)
 
 
 def seeded(features: nn.Sequential, seed: int = 0) -> dict[str, torch.Tensor]:
