@@ -12,7 +12,7 @@ from naive import all_tokens, tokens_of
 from torch import Tensor
 
 from rollcache import RollcacheError, Segment
-from rollcache.fingerprint import Sampler, Sampling, _cameras, allocate, compare, sample, sizes, uniform
+from rollcache.fingerprint import Sampler, Sampling, _cameras, allocate, compare, measure, sample, uniform
 
 GRID = (2, 4, 6)
 
@@ -144,7 +144,7 @@ def similarity(now: Tensor, then: Tensor, sampling: Sampling | None = None) -> t
     """Cosine and deviation of two hidden states [Bt, 48, C]."""
     sampler = Sampler((now,), (Segment.contiguous("a", 1, GRID),), sampling or Sampling())
     stored = sampler((then,))[None]
-    cosine, deviation = compare(stored, sizes(stored, sampler), sampler((now,)) - stored[0], sampler)[0].tolist()
+    cosine, deviation = compare(stored, measure(stored, sampler), sampler((now,)) - stored[0], sampler)[0]
     return cosine, deviation
 
 
@@ -174,7 +174,7 @@ def test_one_view_group_that_changes_is_enough() -> None:
     now[:, : math.prod(GRID)] *= -1  # the single camera of group a
     sampler = Sampler((then,), segments, Sampling())
     stored = sampler((then,))[None]
-    cosine, _ = compare(stored, sizes(stored, sampler), sampler((now,)) - stored[0], sampler)[0].tolist()
+    cosine, _ = compare(stored, measure(stored, sampler), sampler((now,)) - stored[0], sampler)[0]
     assert cosine == pytest.approx(-1)
 
 

@@ -151,7 +151,7 @@ class Cache:
                 f"  reasons  {why}",
                 f"  memory   {_bytes(s.bytes_actual)} held, {_bytes(s.bytes_predicted)} predicted, {budget}, "
                 f"{len(engine.rollouts)} rollouts",
-                f"  seconds  {s.gate_seconds:.3f} deciding, {s.keep_seconds:.3f} storing, {s.replay_seconds:.3f} adding",
+                f"  seconds {s.gate_seconds:.3f} deciding, {s.keep_seconds:.3f} storing, {s.replay_seconds:.3f} adding",
             )
         )
 

@@ -10,6 +10,7 @@ Shapes: `Bt` batch, `N` rows, `E` entries, `G` view groups, `C` channels, `n` sp
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite, nan, sqrt
 from typing import Literal, NamedTuple
 
 import torch
@@ -121,7 +122,8 @@ class Sampler:
         complete: the means cover every token, so that the fingerprint is finite if and only if the hidden state is.
         entries: row range of every entry: sampled tokens of each group, then means of each group.
         groups: number of view groups G; the first G entries are the spatial ones.
-        membership: `[N, E]` float32, 1 where a row belongs to an entry.
+        membership: `[N, E]` float32, 1 where a row belongs to an entry: sums over entries are a product with it.
+        average: `[N, G]` float32: sums of magnitudes of rows to mean magnitudes of groups.
     """
 
     def __init__(
@@ -169,6 +171,8 @@ class Sampler:
             self.membership = torch.zeros(stops[-1], len(sizes), device=self.device)
             for e, (start, stop) in enumerate(self.entries):
                 self.membership[start:stop, e] = 1
+            spatial = self.membership[:, : self.groups]
+            self.average = spatial / (spatial.sum(0) * hidden[0].shape[-1])
             self.index: list[Tensor] = []
             self.weights: list[Tensor] = []
             for t, count in enumerate(tokens):
@@ -195,10 +199,6 @@ class Sampler:
         if self.device.type == "cpu":
             return [w @ _tokens(h).float() for w, h in zip(self.weights, hidden, strict=False)]
         return [_cameras(hidden[s.tensor], s).mean((2, 3), dtype=torch.float32) for s in self.segments]
-
-    def per_entry(self, rows: Tensor) -> Tensor:
-        """Sum `[..., N]` over the rows of each entry: `[..., E]`."""
-        return rows @ self.membership
 
 
 def _tokens(hidden: Tensor) -> Tensor:
@@ -233,59 +233,88 @@ def _cameras(hidden: Tensor, s: Segment) -> Tensor:
 
 
 class Sizes(NamedTuple):
-    """Sizes of stored fingerprints: squared norms `[n, Bt, E]` and mean magnitudes `[n, Bt, G]`."""
+    """Sizes of one stored fingerprint, batch row after batch row."""
 
-    square: Tensor
-    magnitude: Tensor
-
-    def part(self, start: int, stop: int) -> Sizes:
-        """The sizes of spans `start <= s < stop`."""
-        return Sizes(self.square[start:stop], self.magnitude[start:stop])
+    squares: list[float]  # Bt * E squared norms of the entries
+    magnitudes: list[float]  # Bt * G mean magnitudes of the view groups
 
 
-def sizes(stored: Tensor, sampler: Sampler) -> Sizes:
-    """Measure stored fingerprints `[n, Bt, N, C]`."""
-    square = sampler.per_entry(torch.linalg.vector_norm(stored, dim=-1).square())
-    spatial = sampler.membership[:, : sampler.groups]
-    magnitude = stored.abs().sum(-1) @ spatial / (spatial.sum(0) * stored.shape[-1])
-    return Sizes(square, magnitude)
+class Similarity(NamedTuple):
+    """How much the input of a span resembles the one its residual was computed from; `nan`: nothing can be said."""
+
+    cosine: float
+    deviation: float
 
 
-def compare(stored: Tensor, known: Sizes, change: Tensor, sampler: Sampler) -> Tensor:
+def measure(stored: Tensor, sampler: Sampler) -> list[Sizes]:
+    """Sizes of stored fingerprints `[n, Bt, N, C]`, in one transfer to the host."""
+    squares = torch.linalg.vector_norm(stored, dim=-1).square() @ sampler.membership  # [n, Bt, E]
+    magnitudes = stored.abs().sum(-1) @ sampler.average  # [n, Bt, G]
+    split = squares[0].numel()
+    table = torch.cat((squares.flatten(1), magnitudes.flatten(1)), 1).tolist()
+    return [Sizes(row[:split], row[split:]) for row in table]
+
+
+def compare(stored: Tensor, sizes: list[Sizes], change: Tensor, sampler: Sampler) -> list[Similarity]:
     """Similarity of `n` look-ahead fingerprints to the stored ones.
 
     Between blocks that were stored in one pass, stored and look-ahead fingerprints advance by the same residuals, so
-    their difference is the same for all of them: `change` at the first. With `a = |p|^2`, `c = <p, change>`,
-    `d = |change|^2` of an entry `p`, the cosine of `p + change` and `p` is `(a + c) / sqrt(a (a + 2c + d))`. A run of
-    blocks therefore costs one difference and one matrix product.
+    their difference is the same for all of them: `change` at the first. With `a = |p|^2`, `c = <p, change>` and
+    `d = |change|^2` for an entry `p`, the cosine of `p + change` and `p` is `(a + c) / sqrt(a (a + 2c + d))`. A run of
+    blocks therefore costs one difference and one matrix product, and one transfer to the host.
 
     Args:
         stored: fingerprints `[n, Bt, N, C]`.
-        known: their sizes.
+        sizes: their sizes.
         change: current minus stored fingerprint, `[Bt, N, C]`.
         sampler: row layout, and which deviation.
 
     Returns:
-        `[n, 2]`: cosine (minimum over entries and batch) and deviation (maximum over view groups and batch).
-        Not-a-number where anything is not finite.
+        For each: cosine, the minimum over entries and batch; deviation, the maximum over view groups and batch. The
+        cosine is not-a-number where anything is not finite.
     """
-    a = known.square
-    c = torch.cat(
-        [
-            torch.bmm(
-                stored[:, :, i:j].flatten(2).transpose(0, 1),  # [Bt, n, rows * C]
-                change[:, i:j].flatten(1).unsqueeze(-1),  # [Bt, rows * C, 1]
-            )
-            for i, j in sampler.entries
-        ],
-        -1,
-    ).transpose(0, 1)  # [n, Bt, E]
-    d = sampler.per_entry(torch.linalg.vector_norm(change, dim=-1).square())  # [Bt, E]
-    dot = a + c
-    norm_then, norm_now = a.sqrt(), (dot + c + d).clamp_min(0).sqrt()
-    zeros = (norm_then < ZERO_NORM).float() + (norm_now < ZERO_NORM).float()
-    cosine = torch.where(zeros > 0, (zeros > 1).float(), dot / (norm_then * norm_now)).amin((1, 2))  # [n]
-    largest = change.abs().mean(-1) if sampler.sampling.deviation == "token" else change.abs().amax(-1)  # [Bt, N]
-    spatial = torch.stack([largest[:, i:j].amax(1) for i, j in sampler.entries[: sampler.groups]], -1)  # [Bt, G]
-    deviation = (spatial / (known.magnitude + EPS)).amax((1, 2))  # [n]
-    return torch.stack((cosine, deviation), -1)
+    entries, groups = sampler.entries, sampler.groups
+    size = change.abs()
+    largest = size.mean(-1) if sampler.sampling.deviation == "token" else size.amax(-1)  # [Bt, N]
+    energy = torch.linalg.vector_norm(change, dim=-1).square() @ sampler.membership  # [Bt, E]
+    inner = _inner(stored, change, sampler)  # [n, Bt, E]
+    numbers = torch.cat((inner.flatten(), energy.flatten(), largest.flatten())).tolist()
+    count, step = inner.numel(), energy.numel()
+    energies, by_row = numbers[count : count + step], numbers[count + step :]
+    starts = range(0, len(by_row), largest.shape[1])
+    worst = [max(by_row[row + i : row + j]) for row in starts for i, j in entries[:groups]]
+    result = []
+    for n, (squares, magnitudes) in enumerate(sizes):
+        inners = numbers[n * step : (n + 1) * step]
+        cosines = [_cosine(a, c, d) for a, c, d in zip(squares, inners, energies, strict=True)]
+        finite = all(map(isfinite, cosines))
+        deviation = max(most / (mean + EPS) for most, mean in zip(worst, magnitudes, strict=True))
+        result.append(Similarity(min(cosines) if finite else nan, deviation))
+    return result
+
+
+def _cosine(a: float, c: float, d: float) -> float:
+    """Cosine of `p` and `p + change`, from `|p|^2`, `<p, change>` and `|change|^2`."""
+    if not isfinite(a + c + d):
+        return nan
+    now = max(a + 2 * c + d, 0.0)
+    zeros = (a < ZERO_NORM**2) + (now < ZERO_NORM**2)
+    return float(zeros == 2) if zeros else (a + c) / sqrt(a * now)
+
+
+def _inner(stored: Tensor, change: Tensor, sampler: Sampler) -> Tensor:
+    """Inner products per entry of `[n, Bt, N, C]` with `[Bt, N, C]`: `[n, Bt, E]`.
+
+    Few fingerprints are multiplied element by element. For many a matrix product per entry reads them only once, which
+    pays on a CPU (elsewhere it might run in TF32).
+    """
+    if len(stored) <= 4 or stored.device.type != "cpu":
+        return (stored * change).sum(-1) @ sampler.membership
+    products = [
+        torch.bmm(
+            stored[:, :, i:j].flatten(2).transpose(0, 1),  # [Bt, n, rows * C]
+            change[:, i:j].flatten(1).unsqueeze(-1),  # [Bt, rows * C, 1]
+        )
+        for i, j in sampler.entries
+    ]
+    return torch.cat(products, -1).transpose(0, 1)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rollcache.fingerprint import Sampler, compare
-from rollcache.policies.base import Similarity
+from rollcache.fingerprint import Sampler, Similarity, compare
 from rollcache.store import Row
 
 Reduce = Callable[[Tensor], Tensor]
@@ -84,17 +83,14 @@ class Lookahead:
         limit = min(self._stop, start + self._batch)
         while stop < limit and row.entries[stop] is not None and row.linked(stop - 1):
             stop += 1
-        table = compare(
-            row.bank[start:stop], row.sizes(self._sampler).part(start, stop), self._changes[-1][1], self._sampler
-        )
-        if self._reduce is not None:
-            table = _agree(table, self._reduce)
-        self._results.extend(Similarity(*pair) for pair in table.tolist())
+        sizes = row.sizes(start, stop, self._sampler)
+        found = compare(row.bank[start:stop], sizes, self._changes[-1][1], self._sampler)
+        self._results += found if self._reduce is None else _agree(found, self._reduce, row.bank.device)
         self._batch *= 2
 
 
-def _agree(table: Tensor, reduce: Reduce) -> Tensor:
+def _agree(found: list[Similarity], reduce: Reduce, device: torch.device) -> list[Similarity]:
     """The least similar evidence of all ranks. Not-a-number would not survive a maximum, so it travels as infinity."""
-    distance = torch.stack((1 - table[:, 0], table[:, 1]), -1)
-    distance = reduce(torch.nan_to_num(distance, nan=float("inf"), posinf=float("inf")))
-    return torch.stack((1 - distance[:, 0], distance[:, 1]), -1)
+    distances = torch.tensor([(1 - s.cosine, s.deviation) for s in found], device=device)
+    worst = reduce(torch.nan_to_num(distances, nan=float("inf"), posinf=float("inf"))).tolist()
+    return [Similarity(1 - turned, deviation) for turned, deviation in worst]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollcache.fingerprint import Hidden, Sampler, Sizes, sizes
+from rollcache.fingerprint import Hidden, Sampler, Sizes, measure
 from rollcache.passes import Cell, Snapshot
 
 
@@ -77,7 +77,7 @@ class Row:
         self._budget = budget
         self._dtype = dtype
         self._stamps = [-1] * len(cells)  # the pass in which a fingerprint was written
-        self._sizes: Sizes | None = None
+        self._sizes: list[Sizes | None] = [None] * len(cells)  # None where a fingerprint is not measured yet
         self._run: tuple[int, int] | None = None  # the spans whose summed residual is in _total
         self._total: Hidden | None = None
 
@@ -134,18 +134,20 @@ class Row:
         assert self.bank is not None
         self.bank[span].copy_(fingerprint)
         self._stamps[span] = stamp
-        self._sizes = None
+        self._sizes[span] = None
 
     def linked(self, span: int) -> bool:
         """Whether the fingerprints of `span` and `span + 1` stem from one pass, i.e. differ by the stored residual."""
         return self._stamps[span] == self._stamps[span + 1] >= 0
 
-    def sizes(self, sampler: Sampler) -> Sizes:
-        """Sizes of all stored fingerprints, measured when they have changed."""
+    def sizes(self, start: int, stop: int, sampler: Sampler) -> list[Sizes]:
+        """Sizes of the fingerprints of the spans `start <= s < stop`; those written since are measured together."""
         assert self.bank is not None
-        if self._sizes is None:
-            self._sizes = sizes(self.bank, sampler)
-        return self._sizes
+        stale = [s for s in range(start, stop) if self._sizes[s] is None]
+        if stale:
+            first, last = stale[0], stale[-1] + 1
+            self._sizes[first:last] = measure(self.bank[first:last], sampler)
+        return [s for s in self._sizes[start:stop] if s is not None]
 
     def finite(self, span: int) -> bool:
         """Whether a stored span returned finite numbers. The first question after a store asks for all at once."""
@@ -194,8 +196,9 @@ class Row:
         self._budget.used -= self.bytes
         self.bytes = 0
         self.entries = [None] * len(self.cells)
-        self.bank = self._sizes = self._run = self._total = None
+        self.bank = self._run = self._total = None
         self._stamps = [-1] * len(self.cells)
+        self._sizes = [None] * len(self.cells)
 
     def _room(self, start: int, stop: int) -> Hidden | None:
         """Where to put the total of a run; None when a longer one is there or the budget says no."""

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from rollcache.adapters.spec import Args, Kwargs
 from rollcache.decision import Action, Decision, Reason
-from rollcache.fingerprint import Hidden
+from rollcache.fingerprint import Hidden, Similarity
 from rollcache.lookahead import Lookahead
 from rollcache.passes import Cell, Moved, Pass, RollcacheError, Snapshot
-from rollcache.policies.base import UNKNOWN, Evidence, Similarity
+from rollcache.policies.base import UNKNOWN, Evidence
 from rollcache.rollout import Rollout, Signature
 from rollcache.store import Entry
 from rollcache.witness import Witness

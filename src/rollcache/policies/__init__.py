@@ -1,6 +1,7 @@
 """Caching methods, one file each."""
 
-from rollcache.policies.base import Evidence, Policy, PolicyConfig, Similarity
+from rollcache.fingerprint import Similarity
+from rollcache.policies.base import Evidence, Policy, PolicyConfig
 from rollcache.policies.window_reuse import WindowReuse
 from rollcache.policies.xcache import XCache
 

@@ -10,19 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property
 from math import nan
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from rollcache.decision import Decision, Record
-from rollcache.fingerprint import Sampling
+from rollcache.fingerprint import Sampling, Similarity
 from rollcache.passes import UNMOVED, Cell, Moved, Pass
-
-
-class Similarity(NamedTuple):
-    """How much the input of a span resembles the one its residual was computed from; `nan`: nothing can be said."""
-
-    cosine: float
-    deviation: float
-
 
 UNKNOWN = Similarity(nan, nan)
 
