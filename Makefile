@@ -1,31 +1,36 @@
-# The few verbs people use. Everything is set up on first use in $(VENV); nothing outside this folder is touched.
-#
-#   make demo                          install, then run the demo
-#   make test                          install, then run the tests
-#   make demo PIP_FLAGS="..."          pass options to pip, for example your own package index
-#   make demo TORCH_SPEC="torch==2.9.*" another torch; any from 2.6 up to (not including) 2.14 works
-#   make demo ALLOW_CUDA=1             keep a CUDA build of torch on a machine without a GPU
+# The few verbs people use; `make help` lists them and the switches below. Everything is set up on first use in $(VENV);
+# nothing outside this folder is touched.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+#:PYTHON=python3.12          interpreter of the environment, 3.11 or newer
 VENV ?= .venv
+#:VENV=FOLDER                where the environment is made
 TORCH_SPEC ?= torch==2.13.0
+#:TORCH_SPEC="torch==2.9.*"  another torch, from 2.6 up to (not including) 2.14
 PIP_FLAGS ?=
+#:PIP_FLAGS="..."            options for pip, such as your own package index
 ALLOW_CUDA ?=
-PYTEST_FLAGS ?= -n 2
+#:ALLOW_CUDA=1               accept a CUDA build of torch on a machine without a GPU
 DEMO_FLAGS ?=
+#:DEMO_FLAGS="--help"        options for rollcache demo
 ABLATE_FLAGS ?=
+#:ABLATE_FLAGS="--help"      options for rollcache ablate
+PYTEST_FLAGS ?= -n 2
+#:PYTEST_FLAGS="-k measure"  options for pytest
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_FLAGS)
 
 .PHONY: help demo test lint types docs ablate clean
 
-help: ## list these verbs
+help: ## list the verbs and switches
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1 \t\2/' | expand -t 16
+	@echo 'Switches, as in make test VENV=/tmp/venv:'
+	@sed -n 's/^#:/  /p' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.bench ## full compute against X-Cache on the embedded world; writes runs/
 	$(BIN)/rollcache demo $(DEMO_FLAGS)

@@ -9,6 +9,7 @@ import contextlib
 import doctest
 import importlib
 import io
+import itertools
 import os
 import re
 import shlex
@@ -128,6 +129,11 @@ def command_lines(text: str) -> list[list[str]]:
     return found
 
 
+def command_of(words: list[str]) -> str:
+    """The (sub)command of a `rollcache ...` line: the plain words before its options and files."""
+    return " ".join(itertools.takewhile(re.compile(r"[a-z][a-z-]*").fullmatch, words[1:]))
+
+
 def pages_with_commands() -> list[Path]:
     return [p for p in PAGES if p.is_file() and command_lines(p.read_text("utf-8"))]
 
@@ -135,11 +141,22 @@ def pages_with_commands() -> list[Path]:
 @pytest.mark.parametrize("page", pages_with_commands(), ids=label)
 def test_command_lines_name_commands_and_options_that_exist(page):
     for words in command_lines(page.read_text("utf-8")):
-        command = words[1] if len(words) > 1 and not words[1].startswith("-") else ""
-        text = help_text(command)
+        text = help_text(command_of(words))
         assert text, f"no such command: {shlex.join(words)}"
         for option in (word.split("=")[0] for word in words if word.startswith("--")):
             assert re.search(rf"{re.escape(option)}(?![\w.-])", text), f"{option} of `{shlex.join(words)}` is unknown"
+
+
+LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.is_file()], ids=label)
+def test_links_inside_the_repository_lead_somewhere(page):
+    text = page.read_text("utf-8")
+    for block in blocks(text):
+        text = text.replace(block.text, "")
+    broken = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
+    assert not broken, f"{label(page)} links to files that do not exist: {broken}"
 
 
 def test_blocks_are_found_with_their_lines_and_marks():
@@ -170,3 +187,5 @@ def test_blocks_of_a_page_share_names_and_a_failing_one_fails():
 def test_command_lines_are_read_with_continuations_and_comments():
     page = "```bash\n$ rollcache demo # quick\nmake test\nrollcache compare \\\n  --seed 0 --name='a b'\n```\n"
     assert command_lines(page) == [["rollcache", "demo"], ["rollcache", "compare", "--seed", "0", "--name=a b"]]
+    assert command_of(["rollcache", "street", "train", "codec", "data/x", "y"]) == "street train codec"
+    assert command_of(["rollcache", "--help"]) == ""
