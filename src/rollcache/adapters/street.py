@@ -24,7 +24,7 @@ def place(model: StreetDiT, where: Where) -> Pass:
         segments=tuple(Segment(*row) for row in model.layout),
         conditions=conditions,
         kv_update=where.kv_update,
-        fresh_noise=where.kv_update,
+        fresh_noise=where.fresh_noise,
     )
 
 
