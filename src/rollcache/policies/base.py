@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cached_property
 from math import nan
 from typing import Protocol
 
@@ -44,12 +43,12 @@ class Evidence:
         self._measure = measure
         self._moved = moved
 
-    @cached_property
+    @property
     def similarity(self) -> Similarity:
         """Compares fingerprints."""
         return self._measure()
 
-    @cached_property
+    @property
     def moved(self) -> Moved:
         """Compares conditions."""
         return self._moved()
