@@ -16,37 +16,39 @@ from rollcache.street.weights import pack
 from rollcache.street.world import World
 
 
-def random_model(depth: int = 4, width: int = 64, seed: int = 0) -> StreetDiT:
-    """A transformer in which every parameter that starts at zero was drawn at random, so that every path acts."""
+def random_model(depth: int = 4, width: int = 32, seed: int = 0) -> StreetDiT:
+    """A transformer in which every parameter that starts at zero is random, and that listens to its actions."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = StreetDiT(DiTConfig(depth=depth, width=width, heads=2, rank=16))
         for parameter in model.parameters():
             if not parameter.any():
                 torch.nn.init.normal_(parameter, std=0.02)
+        torch.nn.init.normal_(model.head.weight, std=0.1)
+        for layer in (model.action_in, model.action_out, *(block.mod_out for block in model.blocks)):
+            torch.nn.init.normal_(layer.weight, std=0.2)
     return model
 
 
-def random_codec(seed: int = 0) -> Codec:
+def random_codec(seed: int = 0, **sizes: int) -> Codec:
     """A codec with a random orthonormal basis around mid-grey."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        codec = Codec(24, width=16, depth=1)
+        codec = Codec(24, **sizes)
         codec.basis.copy_(torch.linalg.qr(torch.randn(PATCH_DIM, 24)).Q.T)
         codec.mean.fill_(0.5)
-        codec.scale.fill_(1.0)
     return codec
 
 
-def random_world(dtype: str = "float32", depth: int = 4, width: int = 64) -> World:
+def random_world(dtype: str = "float32", depth: int = 4, width: int = 32) -> World:
     """A world of random weights."""
-    return World(random_model(depth, width), random_codec(), dtype=dtype)  # type: ignore[arg-type]
+    return World(random_model(depth, width), random_codec(width=16, depth=1), dtype=dtype)  # type: ignore[arg-type]
 
 
-def random_weights(folder: Path, depth: int = 4, width: int = 64) -> Path:
+def random_weights(folder: Path, depth: int = 4, width: int = 32) -> Path:
     """A weights file of a random world, with its checksum beside it."""
     path = folder / "random.safetensors"
-    pack(path, random_model(depth, width), Codec(24), {"made": "at random"})
+    pack(path, random_model(depth, width), random_codec(), {"made": "at random"})
     return path
 
 

@@ -133,13 +133,15 @@ def overview(prefix: str = "", commands: Any = COMMANDS) -> str:
 
 def _unbox(text: str) -> str:
     """The first paragraph of tyro's boxed message as one line, with its suggestions."""
-    lines = [line.strip("│╭╰╮╯ ").strip() for line in text.splitlines() if "╭" not in line and "╰" not in line]
     paragraphs: list[list[str]] = [[]]
-    for line in lines:
-        if line and not line.strip("─"):
+    for line in text.splitlines():
+        body = line.strip("│| ").strip()
+        if line[:1] in "╭╰+" or not body:
+            continue
+        if not body.strip("─-"):
             paragraphs.append([])
-        elif line:
-            paragraphs[-1].append(line)
+        else:
+            paragraphs[-1].append(body)
     said = " ".join(paragraphs[0]).rstrip(".")
     close = [
         line.split(" ")[0] for p in paragraphs[1:] for line in p if p[0].startswith("Perhaps") and line.startswith("--")

@@ -43,8 +43,8 @@ class Demo:
     """What is driven."""
     chunks: int = 33
     """Generation steps per scenario; 33 are 5.5 seconds and eight KV cycles."""
-    seed: int = 0
-    """Seed of scenes and noise."""
+    seed: int = 3
+    """Seed of scenes and noise. 3 was chosen by its drives alone: a turn, a hard brake, a u-turn."""
     controls: bool = True
     """Also run the controls: frozen window, WindowReuse, fewer steps, the paper's settings."""
     machine: FlatMachine = field(default_factory=Machine)

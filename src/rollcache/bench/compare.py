@@ -107,8 +107,10 @@ def compare(
     with profiler or nullcontext():
         finished = race([*lanes, *floor_lanes], take.actions, on_chunk)
     chunks = len(lanes[0].seconds)
-    if not finished and chunks < 2:
-        raise KeyboardInterrupt
+    if not finished:
+        if chunks < 2:
+            raise KeyboardInterrupt
+        say(f"interrupted, measuring the {chunks} finished chunks (Ctrl-C again drops them)")
     window = Window.of(chunks, protocol)
     cut = Cut.of(take, protocol, window.first, chunks)
     say("decoding")

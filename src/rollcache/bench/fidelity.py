@@ -171,7 +171,8 @@ def brief(test: Frames, reference: Frames, cut: Cut) -> dict[str, Any]:
     counted = trace[cut.first * cut.per_step :]
     ours, theirs = cut.frames(test), cut.frames(reference)
     gaps = [(x.clamp(0, 1) - theirs[group].clamp(0, 1)).double().flatten(1) for group, x in ours.items()]
-    stitched: list[float] = decibels(torch.cat(gaps, 1).square().mean(1)).tolist()  # cameras cover the mosaic, so all pixels are alike
+    # Background pixels of the mosaic never count, so the stitched picture is all pixels of all cameras.
+    stitched: list[float] = decibels(torch.cat(gaps, 1).square().mean(1)).tolist()
     return {
         "psnr": sum(counted) / len(counted),
         "pooled": pool(stitched),

@@ -12,6 +12,7 @@ from rollcache.bench import tables
 from rollcache.bench.report import figures as draw
 from rollcache.bench.report.style import PALETTE, png, svg
 from rollcache.bench.report.video import GAIN, encode_mp4, panel_places, panels, to_bytes
+from rollcache.bench.results import dump
 from rollcache.measure import mosaic, stitch, write_atomic
 from rollcache.measure.fidelity import CONVENTION
 from rollcache.measure.provenance import plain
@@ -62,7 +63,7 @@ def write_report(document: Result, folder: Path) -> Path:
     Raises:
         WriteError: the file could not be written.
     """
-    return write_atomic(folder / "report.html", render(document, folder))
+    return write_atomic(folder / "report.html", render(json.loads(dump(document)), folder))
 
 
 def render(document: Result, folder: Path | None = None) -> str:

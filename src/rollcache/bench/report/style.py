@@ -92,7 +92,7 @@ def svg(figure: Figure, name: str) -> str:
 
     Args:
         figure: what to draw.
-        name: makes the ids inside unique on a page.
+        name: makes the ids inside unique on a page; they are numbered, since matplotlib's differ from run to run.
     """
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -100,8 +100,9 @@ def svg(figure: Figure, name: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text))
-    text = re.sub(r'id="([^"]+)"', rf'id="{name}-\1"', text)
-    text = re.sub(r'(href="#|url\(#)([^")]+)', rf"\1{name}-\2", text)
+    numbers = {old: f"{name}-{i}" for i, old in enumerate(dict.fromkeys(re.findall(r'id="([^"]+)"', text)))}
+    text = re.sub(r'(id="|href="#|url\(#)([^")]+)', lambda m: m[1] + numbers.get(m[2], m[2]), text)
+    text = re.sub(r"\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}", text)
     for field in fields(Palette):
         text = text.replace(getattr(PALETTE, field.name), f"var(--{field.name})")
     text = re.sub(r"font: (?:[^;\"]* )?([\d.]+)px [^;\"]*", r"font-size: \1px", text)
