@@ -142,10 +142,11 @@ def _unbox(text: str) -> str:
             paragraphs.append([])
         else:
             paragraphs[-1].append(body)
+    if text[:1] not in "╭+" and len(paragraphs) > 1:
+        del paragraphs[0]  # without a frame the title is a paragraph of its own
     said = " ".join(paragraphs[0]).rstrip(".")
-    close = [
-        line.split(" ")[0] for p in paragraphs[1:] for line in p if p[0].startswith("Perhaps") and line.startswith("--")
-    ]
+    near = [line for p in paragraphs[1:] if p and p[0].startswith("Perhaps") for line in p]
+    close = [line.split(" ")[0].rstrip(",") for line in near if line.startswith("--")]
     return f"{said}; did you mean {' or '.join(close)}?" if close else said or "cannot read the command line"
 
 
