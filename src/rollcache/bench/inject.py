@@ -6,7 +6,7 @@ difference it makes on the difference it makes at full compute: 1 follows fully,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,10 +42,11 @@ def inject(
     protocol: Protocol,
     injection: Injection,
     *,
+    variants: Sequence[Plan] | None = None,
     reload: Callable[[str], World],
     on_chunk: OnChunk | None = None,
 ) -> dict[str, Any]:
-    """Measure how every variant follows one injection.
+    """Measure how every variant (default: `plans`) follows one injection.
 
     Raises:
         ValueError: the protocol is not `receding`, or the injection does not leave the rest of a cycle and the next.
@@ -60,11 +61,12 @@ def inject(
             f"chunk {at} cannot be tested: it must lie inside a cycle of {every} chunks (not first in it) after the "
             f"first cycle, with a whole cycle after it among the {take.chunks} chunks."
         )
+    variants = plans() if variants is None else variants
     taken = {"plain": take, "injected": take.injected(injection)}
     frames: dict[str, dict[str, Mapping[str, Tensor]]] = {}
     recomputed: dict[str, list[int]] = {}
     for name, one in taken.items():
-        lanes = [open_lane(world, one, protocol, plan, reload=reload) for plan in (FULL, *plans())]
+        lanes = [open_lane(world, one, protocol, plan, reload=reload) for plan in (FULL, *variants)]
         if not race(lanes, one.actions[: end + every], on_chunk):
             raise KeyboardInterrupt
         frames[name] = {lane.key: world.decode(torch.cat(lane.latents)) for lane in lanes}
@@ -77,7 +79,7 @@ def inject(
     effect = {key: _difference(frames["injected"][key], frames["plain"][key]) for key in frames["plain"]}
     full = effect[FULL.key]
     rows = []
-    for plan in plans():
+    for plan in variants:
         row: dict[str, Any] = {"key": plan.key, "label": plan.label, "recomputed": recomputed[plan.key]}
         for span, part in spans.items():
             row[f"follow_{span}"] = follow(effect[plan.key][part], full[part])
