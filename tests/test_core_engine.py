@@ -638,6 +638,7 @@ def test_blocks_that_write_in_place_or_reuse_buffers_keep_their_residuals(
                     handle.step()
                     y = model(ones(1 + n))
                 outputs.append(number(y))
+    assert handle.stats().bytes_actual == handle.stats().bytes_predicted
     replayed = [any(r.action is Action.REPLAY for r in handle.trace if r.chunk == n) for n in range(6)]
     assert replayed[2:] == [True] * 4  # found out in the first chunk, at most one more is computed
     assert replayed[1] is (declared or kind is Reusing or replayed[1])
@@ -645,6 +646,53 @@ def test_blocks_that_write_in_place_or_reuse_buffers_keep_their_residuals(
     anchor = 2 if getattr(policy, "front_blocks", 0) else 1
     for n in range(source + 1, 6):
         assert outputs[n] == anchor * (1 + n) + (8 - anchor) * (1 + source)
+
+
+@pytest.mark.parametrize("policy", [EAGER, WindowReuse()])
+def test_blocks_that_share_two_buffers_by_turns_keep_their_residuals(policy: Any) -> None:
+    """What went into a run is overwritten before the run ends; replaying it must not use that."""
+    buffers = [torch.empty(1, 4, 2), torch.empty(1, 4, 2)]
+
+    class ByTurns(Doubling):
+        def forward(self, h: Tensor, *_: Any) -> Tensor:
+            self.calls += 1
+            return torch.mul(h, self.factor, out=buffers[h is buffers[0]])
+
+    model = Stack([ByTurns() for _ in range(4)])
+    handle = attach(model, policy)
+    source = 0
+    with handle.rollout():
+        for n in range(8):
+            with handle.chunk(kv_update=n == 4):
+                for _ in range(2):
+                    handle.step()
+                    y = number(model(ones(1 + n)))
+            if list(handle.trace)[-1].action is Action.REPLAY:
+                assert y == (1 + n) + 15 * (1 + source)
+            else:
+                assert y == 16 * (1 + n)
+                source = n
+    assert handle.stats().skipped == 6 * 2 * 4
+
+
+def test_a_rollout_may_change_between_inference_mode_and_no_grad() -> None:
+    model, x = mixing(3), torch.randn(1, 6, 8)
+    expected = model(x)
+    handle = attach(model)
+    conditions = [Condition("a", torch.ones(2), torch.ones(2))]
+
+    def go(key: str, n: int, mode: bool, **chunk: Any) -> None:
+        with torch.inference_mode(mode), handle.rollout(key), handle.chunk(n, conditions=conditions, **chunk):
+            handle.step()
+            with torch.no_grad():
+                torch.testing.assert_close(model(x), expected)
+
+    for n, mode in enumerate([True, False, True, False, True]):
+        go("a", n, mode, kv_update=n == 3)
+        with torch.inference_mode(not mode):
+            handle.fork("a", f"fork {n}")
+        go(f"fork {n}", n + 1, not mode)
+    assert handle.stats().skipped == (3 + 5) * 3
 
 
 def test_a_model_that_adds_between_blocks_is_followed() -> None:
@@ -868,6 +916,34 @@ def test_autocast_does_not_coarsen_the_gate() -> None:
         return [r.cosine for r in handle.trace if r.chunk and r.block == 0]  # what enters block 0 is float32 in both
 
     assert cosines(True) == pytest.approx(cosines(False), abs=1e-7)
+
+
+def test_a_rank_that_saw_something_not_finite_makes_all_compute() -> None:
+    model = mixing(3)
+    others = torch.zeros(())
+
+    def worst(mine: Tensor) -> Tensor:
+        return torch.maximum(mine, others.expand_as(mine))
+
+    handle = attach(model, EAGER, reduce=worst)
+    x = torch.randn(1, 6, 8)
+    generate(handle, model, [x, x], key="a")
+    assert handle.stats().skipped == 3
+    others += 1
+    generate(handle, model, [x, x], key="b")
+    assert handle.stats().skipped == 3
+    assert {r.reason for r in handle.trace if r.rollout == "b" and r.chunk == 1} == {Reason.NOT_FINITE}
+
+
+def test_a_budget_that_could_split_the_ranks_is_refused() -> None:
+    with pytest.raises(RollcacheError, match="ranks store different cells"):
+        attach(doubling(), reduce=lambda t: t, memory_budget=1000)
+
+
+def test_a_model_compiled_as_a_whole_is_refused() -> None:
+    model = doubling()
+    with pytest.raises(RollcacheError, match="compiled as a whole"):
+        rollcache.enable(torch.compile(model, backend="eager"), EAGER, blocks=list(model.blocks))
 
 
 @pytest.mark.slow

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from rollcache import Action, Cell, Condition, Evidence, Pass, Reason, Role, Similarity, WindowReuse, XCache
+from rollcache.conditions import Moved, Snapshot
 from rollcache.decision import Decision, Record
-from rollcache.passes import Moved, RollcacheError, RollcacheWarning, Snapshot
+from rollcache.passes import RollcacheError, RollcacheWarning
 
 CELL = Cell("cond", 1, 3, 4)
 

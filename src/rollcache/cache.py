@@ -15,11 +15,11 @@ from rollcache import adapters
 from rollcache.adapters.spec import Adapter, BlockIO
 from rollcache.decision import Action, Decision, Stats, Trace
 from rollcache.engine import Engine, Hook, find_hook
-from rollcache.lookahead import Reduce
 from rollcache.marks import Marks
 from rollcache.passes import Cell, Pass, RollcacheError
 from rollcache.policies.base import Evidence, PolicyConfig
 from rollcache.rollout import Rollout
+from rollcache.store import Reduce
 
 
 class Cache:
@@ -104,6 +104,7 @@ class Cache:
             return False
         state, decisions = found
         state.skip(at.chunk)
+        state.dirty = self._engine.adapter.kv_writes == "every_forward"
         self.trace.chunks += 1
         for cell, decision in decisions:
             row = state.rows[cell.branch, cell.step]
@@ -170,26 +171,28 @@ class Cache:
 
     def _whole_chunk(self, where: Pass) -> tuple[Rollout, list[tuple[Cell, Decision]]] | None:
         """The decisions of a chunk that is replayed from end to end, or None."""
-        state = self._engine.rollouts.get(where.rollout)
-        if state is None or not state.may_skip(where, self._engine.weights):
+        engine = self._engine
+        state = engine.rollouts.get(where.rollout)
+        if state is None or not state.may_skip(where, engine.weights):
+            return None
+        if [(s.start, s.stop) for s in state.policy.spans] != [(0, engine.depth)]:
             return None
         decisions = []
-        for branch, step in state.schedule():
-            row = state.rows.get((branch, step))
-            entry = row.entries[0] if row is not None else None
-            if row is None or entry is None or row.cells[0][2:] != (0, self._engine.depth) or not row.finite(0):
+        for key in state.schedule():
+            row = state.rows.get(key)
+            entry = None if row is None else row.entries[0]
+            if row is None or entry is None or not row.finite(0, engine.reduce):
                 return None
             evidence = Evidence(
-                replace(where, branch=branch, step=step),
+                replace(where, branch=key[0], step=key[1]),
                 age=where.chunk - entry.chunk,
                 replays=entry.replays,
-                moved=partial(self._engine.distance, entry.snapshot, where),
+                moved=partial(engine.distance, entry.snapshot, where),
             )
-            decision = state.policy.decide(row.cells[0], evidence)
-            if decision.action is not Action.REPLAY:
-                return None
-            decisions.append((row.cells[0], decision))
-        return (state, decisions) if decisions else None
+            decisions.append((row.cells[0], state.policy.decide(row.cells[0], evidence)))
+        if not decisions or any(d.action is not Action.REPLAY for _, d in decisions):
+            return None
+        return state, decisions
 
 
 def enable(
@@ -232,8 +235,10 @@ def enable(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"enable() takes a torch module, got {type(model).__name__}.")
-    if isinstance(policy, type):
-        raise TypeError(f"enable() takes settings, not a class: {policy.__name__}().")
+    if isinstance(policy, type) or not hasattr(policy, "build"):
+        raise TypeError(f"enable() takes the settings of a method, e.g. XCache(), got {policy!r}.")
+    if reduce is not None and memory_budget is not None:
+        raise RollcacheError("memory_budget= with reduce= could make ranks store different cells, and then disagree.")
     if max_rollouts < 1 or trace_capacity < 1:
         raise ValueError(f"max_rollouts ({max_rollouts}) and trace_capacity ({trace_capacity}) must be at least 1.")
     marks = None

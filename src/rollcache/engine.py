@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from rollcache.adapters.spec import Adapter
+from rollcache.conditions import Moved, Snapshot
 from rollcache.decision import Reason, Trace
 from rollcache.fingerprint import Hidden, Sampler, Sampling
-from rollcache.lookahead import Reduce
-from rollcache.passes import Moved, Pass, Role, RollcacheError, Segment, Snapshot
+from rollcache.passes import Pass, Role, RollcacheError, Segment
 from rollcache.policies.base import PolicyConfig
 from rollcache.rollout import Rollout, log
-from rollcache.store import Budget
+from rollcache.store import Budget, Reduce
 from rollcache.walk import Walk
 
 PROBE = Sampling(tokens=16)
@@ -96,6 +96,7 @@ class Engine:
     Attributes:
         breaks: blocks before which the model changes the hidden state; runs do not cross them.
         in_place: blocks that write into their input; it is cloned for them.
+        recycles: a tensor that went into a block was overwritten later in the pass, as blocks with shared buffers do.
         span_at: index of the span that begins at a block.
     """
 
@@ -119,7 +120,7 @@ class Engine:
         self.blocks = list(adapter.blocks(model))
         self.depth = len(self.blocks)
         _check_blocks(model, self.blocks)
-        self.budget = Budget(memory_budget)
+        self.budget = Budget(memory_budget, strict=reduce is not None)
         self.dtype = storage_dtype
         self.max_rollouts = max_rollouts
         self.reduce = reduce
@@ -127,6 +128,7 @@ class Engine:
         self.trace = Trace(self.depth, trace_capacity)
         self.clock = Clock()
         self.breaks: set[int] = set()
+        self.recycles = False
         self.in_place: set[int] = set(range(self.depth)) if adapter.io.in_place else set()
         self.span_at = {s.start: i for i, s in enumerate(policy.build(self.depth).spans)}
         self.rollouts: OrderedDict[Hashable, Rollout] = OrderedDict()
@@ -154,6 +156,7 @@ class Engine:
         for hook in reversed(self._hooks):
             hook.remove()
         self._hooks.clear()
+        self._samplers.clear()
         self.reset()
 
     def reset(self, rollout: Hashable | None = None) -> None:
@@ -183,9 +186,9 @@ class Engine:
             )
         self.reset(target)
         copied = deepcopy(self.rollouts[source], {id(self.budget): self.budget})
-        self.budget.used += copied.bytes
         self.state(target)
-        self.rollouts[target] = copied
+        if self.budget.admit(copied.bytes):  # else the target starts empty
+            self.rollouts[target] = copied
 
     def sampler(
         self, hidden: Hidden, streams: int, segments: tuple[Segment, ...], sampling: Sampling | None
@@ -280,9 +283,9 @@ class Engine:
             state.clear("a pass raised an exception")
 
 
-def _identity(p: Tensor) -> tuple[int, int, int]:
+def _identity(p: Tensor) -> tuple[int, int]:
     """Where a parameter lives, and how often it was written to."""
-    return id(p), p.data_ptr(), 0 if p.is_inference() else p._version
+    return p.data_ptr(), 0 if p.is_inference() else p._version
 
 
 def _check_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
@@ -292,6 +295,8 @@ def _check_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
         raise RollcacheError(f"{type(model).__name__} has no blocks to cache.")
     if len({id(b) for b in blocks}) != len(blocks):
         raise RollcacheError("one module stands twice among the blocks; the two could not be told apart.")
+    if "_orig_mod" in model._modules:
+        raise RollcacheError("the model was compiled as a whole; compile its blocks one by one instead.")
     inside = {id(m) for m in model.modules()}
     for module in (model, *blocks):
         name = type(module).__name__

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from rollcache.fingerprint import Sampler, Similarity, compare
-from rollcache.store import Row
-
-Reduce = Callable[[Tensor], Tensor]
-"""Elementwise maximum, over the ranks of a distributed model, of a float32 tensor of distances."""
+from rollcache.store import Reduce, Row
 
 
 class Lookahead:

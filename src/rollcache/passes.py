@@ -7,11 +7,10 @@ Nothing below this line of the library ever looks at a model's arguments again.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -21,6 +20,10 @@ class RollcacheError(ValueError):
 
 class RollcacheWarning(UserWarning):
     """A setting that gives up a guarantee, or that has no effect."""
+
+
+ZERO_NORM = 1e-6
+"""Vectors shorter than this count as zero: similar to each other, to nothing else."""
 
 
 class Role(Enum):
@@ -133,62 +136,3 @@ class Cell(NamedTuple):
     step: int
     start: int
     stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """How far the conditions of a pass are from those under which a residual was computed.
-
-    Attributes:
-        distance: largest change, in units of `Condition.scale`; the scaled action test.
-        cosine: smallest raw cosine, the paper's action entry. Blind to length and dominated by large units.
-    """
-
-    distance: float
-    cosine: float
-
-
-UNMOVED = Moved(0.0, 1.0)
-STRANGERS = Moved(float("inf"), 0.0)
-ZERO_NORM = 1e-6
-"""Vectors shorter than this count as zero: similar to each other, to nothing else."""
-
-
-@dataclass(slots=True)
-class Snapshot:
-    """The conditions of a pass, copied, so that a caller may reuse its tensors."""
-
-    conditions: tuple[Condition, ...] = field(default=())
-
-    @classmethod
-    def of(cls, conditions: tuple[Condition, ...]) -> Snapshot:
-        """Copy the values."""
-        return cls(tuple(Condition(c.name, c.value.detach().clone(), c.scale) for c in conditions))
-
-    def moved(self, now: tuple[Condition, ...]) -> Moved:
-        """How far `now` is from this snapshot. Other names or shapes are infinitely far."""
-        then = self.conditions
-        if [(c.name, c.value.shape) for c in then] != [(c.name, c.value.shape) for c in now]:
-            return STRANGERS
-        if not now:
-            return UNMOVED
-        pairs = torch.stack([_moved(a, b.value) for a, b in zip(now, then, strict=True)]).tolist()
-        distances, cosines = zip(*pairs, strict=True)
-        finite = all(d == d and c == c for d, c in pairs)
-        return Moved(max(distances), min(cosines)) if finite else Moved(float("nan"), float("nan"))
-
-
-def _moved(condition: Condition, then: Tensor) -> Tensor:
-    """[distance, cosine] of one condition in float32."""
-    now = condition.value.detach().float()
-    then = then.to(now.device).float()
-    change = now - then
-    size_now, size_then = now.norm(), then.norm()
-    if condition.scale is not None:
-        distance = (change / condition.scale.to(now.device).float()).abs().max()
-    else:
-        distance = torch.where(change.norm() < ZERO_NORM, 0.0, change.norm() / size_then)
-    dot = (now * then).sum()
-    zeros = (size_now < ZERO_NORM).float() + (size_then < ZERO_NORM).float()
-    cosine = torch.where(zeros > 0, (zeros == 2).float(), dot / (size_now * size_then))
-    return torch.stack((distance, cosine))

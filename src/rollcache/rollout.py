@@ -88,13 +88,13 @@ class Rollout:
     def _begin(self, where: Pass, weights: object) -> None:
         if self.chunk is not None and where.chunk <= self.chunk:
             self.clear("the chunk index went back, which starts a new rollout")
-        if self._weights != weights:
-            self.clear("the weights changed")
         if self.dirty:
             raise RollcacheError(
                 f"no commit pass since chunk {self.chunk}, although its replayed blocks left stale K/V behind: run the "
                 "commit pass of every chunk, or declare the passes whose K/V stays with kv_write."
             )
+        if self._weights != weights:
+            self.clear("the weights changed")
         if self._visited and self.ordinal >= 0:
             if self._schedule is not None and self._schedule != self._visited:
                 self.clear("the steps or branches of a chunk changed")

@@ -6,20 +6,29 @@ is ever an alias of a tensor that the model owns, and memory does not grow with 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rollcache.conditions import Snapshot
 from rollcache.fingerprint import Hidden, Sampler, Sizes, measure
-from rollcache.passes import Cell, Snapshot
+from rollcache.passes import Cell
+
+Reduce = Callable[[Tensor], Tensor]
+"""Elementwise maximum, over the ranks of a distributed model, of a float32 tensor in which larger is worse."""
 
 
 @dataclass(slots=True)
 class Budget:
-    """Bytes that all rollouts of a cache may hold together; `limit=None` is unlimited."""
+    """Bytes that all rollouts of a cache may hold together; `limit=None` is unlimited.
+
+    `strict` raises when the device has no room, instead of doing without: ranks of one model must store the same.
+    """
 
     limit: int | None = None
+    strict: bool = False
     used: int = 0
     refused: int = 0
 
@@ -71,6 +80,7 @@ class Row:
         """Start empty; `dtype` is the storage dtype of residuals, None keeps that of the hidden state."""
         self.cells = cells
         self.entries: list[Entry | None] = [None] * len(cells)
+        self._buffers: list[Hidden | None] = [None] * len(cells)
         self.bank: Tensor | None = None
         self.time: float | None = None
         self.bytes = self.predicted = 0
@@ -117,10 +127,10 @@ class Row:
             if bank is None:
                 return False
             self.bank = bank[0]
-        old = self.entries[span]
-        residual = old.residual if old is not None else self._reserve(after, self._dtype)
+        residual = self._buffers[span] or self._reserve(after, self._dtype)
         if residual is None:
             return False
+        self._buffers[span] = residual
         _subtract(residual, after, before)
         if health is None:
             health = torch.stack([r.sum(dtype=torch.float32) for r in residual]).sum()
@@ -149,14 +159,15 @@ class Row:
             self._sizes[first:last] = measure(self.bank[first:last], sampler)
         return [s for s in self._sizes[start:stop] if s is not None]
 
-    def finite(self, span: int) -> bool:
-        """Whether a stored span returned finite numbers. The first question after a store asks for all at once."""
+    def finite(self, span: int, reduce: Reduce | None = None) -> bool:
+        """Whether a stored span returned finite numbers, on all ranks; the first question asks about all spans."""
         entry = self.entries[span]
         assert entry is not None
         if entry.finite is None:
             fresh = [e for e in self.entries if e is not None and e.finite is None]
-            for e, ok in zip(fresh, torch.isfinite(torch.stack([e.health for e in fresh])).tolist(), strict=True):
-                e.finite = ok
+            broken = (~torch.isfinite(torch.stack([e.health for e in fresh]))).float()
+            for e, bad in zip(fresh, (broken if reduce is None else reduce(broken)).tolist(), strict=True):
+                e.finite = not bad
         return bool(entry.finite)
 
     def keep_run(self, start: int, stop: int, before: Hidden, after: Hidden) -> None:
@@ -196,6 +207,7 @@ class Row:
         self._budget.used -= self.bytes
         self.bytes = 0
         self.entries = [None] * len(self.cells)
+        self._buffers = [None] * len(self.cells)
         self.bank = self._run = self._total = None
         self._stamps = [-1] * len(self.cells)
         self._sizes = [None] * len(self.cells)
@@ -205,9 +217,9 @@ class Row:
         if self._run is not None and self._run[1] - self._run[0] > stop - start:
             return None
         if self._total is None:
-            entry = self.entries[start]
-            assert entry is not None
-            self._total = self._reserve(entry.residual, None)
+            like = self._buffers[start]
+            assert like is not None
+            self._total = self._reserve(like, None)
         return self._total
 
     def _reserve(self, like: Hidden, dtype: torch.dtype | None, copies: int | None = None) -> Hidden | None:
@@ -220,6 +232,8 @@ class Row:
             with torch.inference_mode(False):
                 buffers = tuple(torch.empty(leading + t.shape, dtype=dtype or t.dtype, device=t.device) for t in like)
         except torch.OutOfMemoryError:
+            if self._budget.strict:
+                raise
             self._budget.used -= size
             self._budget.refused += 1
             return None

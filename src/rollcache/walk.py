@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from rollcache.adapters.spec import Args, Kwargs
+from rollcache.conditions import Moved, Snapshot
 from rollcache.decision import Action, Decision, Reason
 from rollcache.fingerprint import Hidden, Similarity
 from rollcache.lookahead import Lookahead
-from rollcache.passes import Cell, Moved, Pass, RollcacheError, Snapshot
+from rollcache.passes import Cell, Pass, RollcacheError
 from rollcache.policies.base import UNKNOWN, Evidence
 from rollcache.rollout import Rollout, Signature
 from rollcache.store import Entry
@@ -210,7 +211,7 @@ class Walk:
             moved=partial(self._distance, entry),
         )
         decision = self.policy.decide(self.cells[span], evidence)
-        if decision.action is Action.REPLAY and not self.row.finite(span):
+        if decision.action is Action.REPLAY and not self.row.finite(span, self.engine.reduce):
             return decision._replace(action=Action.COMPUTE, reason=Reason.NOT_FINITE)
         return decision
 
@@ -300,7 +301,7 @@ class Walk:
         self.known = None if arriving is None else (cell.stop, arriving)
         if not kept:
             self.stretch = None
-        elif self.stretch is None:
+        elif self.stretch is None and not self.engine.recycles:
             self.stretch = opened
         if not self._adjoins(span + 1):
             self._close_stretch(after, span + 1)
@@ -309,8 +310,12 @@ class Walk:
     def _close_stretch(self, after: Hidden, stop: int) -> None:
         """Spans computed in a row end here: what they added together is what came out less what went in."""
         first, self.stretch = self.stretch, None
-        if first is not None and stop - first.span > 1 and first.witness.untouched():
+        if first is None or stop - first.span == 1:
+            return
+        if first.witness.untouched():
             self.row.keep_run(first.span, stop, first.before, after)
+        else:
+            self.engine.recycles = True
 
     def _fingerprint(self, index: int, hidden: Hidden) -> Tensor:
         """Fingerprint of what enters a block, taken once."""

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from math import nan
 from typing import Protocol
 
+from rollcache.conditions import UNMOVED, Moved
 from rollcache.decision import Decision, Record
 from rollcache.fingerprint import Sampling, Similarity
-from rollcache.passes import UNMOVED, Cell, Moved, Pass
+from rollcache.passes import Cell, Pass
 
 UNKNOWN = Similarity(nan, nan)
 
