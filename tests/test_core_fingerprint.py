@@ -117,6 +117,13 @@ def test_the_two_ways_to_take_means_agree(layout: str) -> None:
     torch.testing.assert_close(by_product, by_reduction)
 
 
+def test_a_grid_that_was_never_flattened_is_looked_at_like_one_that_was() -> None:
+    grid = torch.randn(2, *GRID, 5)
+    flat = grid.flatten(1, 3)
+    segment = (Segment.contiguous("a", 1, GRID),)
+    assert torch.equal(Sampler((grid,), segment, Sampling())((grid,)), Sampler((flat,), segment, Sampling())((flat,)))
+
+
 def test_fingerprints_add_up() -> None:
     h, r = torch.randn(1, 48, 8), torch.randn(1, 48, 8)
     sampler = Sampler((h,), (Segment.contiguous("a", 1, GRID),), Sampling())

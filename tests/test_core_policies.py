@@ -235,6 +235,8 @@ def test_window_reuse_asks_for_conditions_then_for_the_fingerprint_if_wanted() -
     assert reason(WindowReuse(), evidence(cosine=math.nan)) is Reason.SIMILAR
     assert reason(WindowReuse(), evidence(distance=0.2)) is Reason.CONDITION
     assert reason(WindowReuse(), evidence(distance=math.nan)) is Reason.NOT_FINITE
+    assert reason(WindowReuse(), evidence(fresh_noise=True)) is Reason.FRESH_NOISE
+    assert reason(WindowReuse(min_cosine=0.9), evidence(fresh_noise=True)) is Reason.SIMILAR
     assert reason(WindowReuse(min_cosine=0.9), evidence(cosine=0.8)) is Reason.COSINE
     assert reason(WindowReuse(min_cosine=0.9), evidence(cosine=math.nan)) is Reason.NOT_FINITE
 

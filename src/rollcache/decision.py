@@ -31,6 +31,7 @@ class Reason(StrEnum):
     NOT_FINITE = "evidence is not finite"
     PROTECTED = "commit protection"
     FIRST_STEP = "first-step protection"
+    FRESH_NOISE = "the chunk starts from new noise"
     STALE = "replayed too often in a row"
     CONDITION = "the conditions moved"
     COSINE = "input is not similar enough"

@@ -305,10 +305,10 @@ def _cosine(a: float, c: float, d: float) -> float:
 def _inner(stored: Tensor, change: Tensor, sampler: Sampler) -> Tensor:
     """Inner products per entry of `[n, Bt, N, C]` with `[Bt, N, C]`: `[n, Bt, E]`.
 
-    Few fingerprints are multiplied element by element. For many a matrix product per entry reads them only once, which
-    pays on a CPU (elsewhere it might run in TF32).
+    Few fingerprints are multiplied element by element; for many, a matrix product per entry reads them only once. Should
+    it run in TF32, no harm is done: `1 - cosine` depends on this product in second order only.
     """
-    if len(stored) <= 4 or stored.device.type != "cpu":
+    if len(stored) <= 4:
         return (stored * change).sum(-1) @ sampler.membership
     products = [
         torch.bmm(

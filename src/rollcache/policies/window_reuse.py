@@ -16,6 +16,9 @@ from rollcache.policies.xcache import Protect, check_choice, check_count, check_
 class WindowReuse:
     """Settings of whole-window reuse. No anchors, no gate per block.
 
+    Only a window that starts from the same noise can be reused, so a chunk with `Pass.fresh_noise` is computed (with
+    `min_cosine` the fingerprint decides).
+
     A loop that can emit from its last window may ask `Cache.replays_chunk` before it runs any pass at all.
 
     Attributes:
@@ -76,6 +79,8 @@ class WindowReusePolicy(Policy):
         config, where = self.config, evidence.where
         if config.protect != "off" and (where.kv_write or (where.kv_update and config.protect == "chunk")):
             return Decision(Action.COMPUTE, Reason.PROTECTED)
+        if where.fresh_noise and config.min_cosine is None:
+            return Decision(Action.COMPUTE, Reason.FRESH_NOISE)
         if config.max_staleness is not None and evidence.replays >= config.max_staleness:
             return Decision(Action.COMPUTE, Reason.STALE)
         distance = evidence.moved.distance
