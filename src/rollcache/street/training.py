@@ -142,7 +142,7 @@ class Trainer:
             "step": self.step,
             "minutes": round(self.seconds / 60, 2),
             "loss": round(self.loss, 5),
-            "held_out": round(held_out, 5),
+            "held_out": None if math.isnan(held_out) else round(held_out, 5),
             "gradient_norm": round(norm, 4),
         }
         with (self.folder / "log.jsonl").open("a") as file:
