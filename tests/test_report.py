@@ -77,6 +77,11 @@ def test_figures_follow_the_colours_of_the_page(folder: Path) -> None:
     assert "#0b7a6f" not in drawn
 
 
+def test_numbers_in_figures_are_not_rounded(folder: Path, outcome: Outcome) -> None:
+    mean = outcome.result["profile"]["phase_cosine"][1]
+    assert mean > 0.995 and f"j = 1, mean {mean:.5f}".rstrip("0") in (folder / "report.html").read_text()
+
+
 def test_report_shows_what_was_measured(folder: Path, outcome: Outcome) -> None:
     page = (folder / "report.html").read_text()
     for text in (f"{outcome.result['psnr_stitched']:.2f}", "frozen window", "1 step", "start perturbed", "receding:"):
@@ -134,16 +139,17 @@ def test_media_of_a_scenario(folder: Path, outcome: Outcome) -> None:
 def test_panels_show_the_difference_twenty_times_enlarged() -> None:
     full = {"front": torch.full((2, 1, 16, 20, 3), 0.5)}
     cached = {"front": full["front"] + 0.01}
-    picture = panels(full, cached)
+    assert panels(full, cached, scale=3).shape == (2, 3 * (3 * 16 + 2 * GAP), 60, 3)
+    picture = panels(full, cached, scale=1)
     assert picture.shape == (2, 3 * 16 + 2 * GAP, 20, 3)
     tops = [round(place * picture.shape[1]) for place in panel_places(16)]
     assert [int(picture[0, top, 0, 0]) for top in tops] == [128, 130, 51]
 
 
 def test_video_survives_odd_sizes_and_keeps_its_picture() -> None:
-    frames = torch.zeros(3, 9, 11, 3, dtype=torch.uint8)
-    frames[:, :, 6:] = 255
-    with av.open(io.BytesIO(encode_mp4(frames, 12, scale=3))) as container:
+    frames = torch.zeros(3, 27, 33, 3, dtype=torch.uint8)
+    frames[:, :, 18:] = 255
+    with av.open(io.BytesIO(encode_mp4(frames, 12))) as container:
         pictures = [torch.from_numpy(f.to_ndarray(format="rgb24")) for f in container.decode(video=0)]
     assert len(pictures) == 3
     assert pictures[0].shape == (28, 34, 3)

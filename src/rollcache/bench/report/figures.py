@@ -75,7 +75,7 @@ def cosine_maps(result: Result) -> Figure:
             mesh = _map(axes, values, NINES_MAP, 0, 5)
             mean = profile["phase_cosine"][j]
             title = f"j = {j}" if phases > 1 else "every chunk"
-            axes.set_title(f"{title}   mean {_cos(mean)}" if mean is not None else title)
+            axes.set_title(f"{title}, mean {_cos(mean)}" if mean is not None else title)
             axes.set_xlabel("block b")
         plots[0].set_ylabel("step t")
         bar = figure.colorbar(mesh, ax=plots, shrink=0.9, pad=0.01, aspect=14)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from rollcache.bench import tables
 from rollcache.bench.report import figures as draw
 from rollcache.bench.report.style import PALETTE, png, svg
-from rollcache.bench.report.video import GAIN, encode_mp4, panel_places, panels, to_bytes
+from rollcache.bench.report.video import GAIN, encode_mp4, panel_places, panels, picture
 from rollcache.bench.results import dump
-from rollcache.measure import mosaic, stitch, write_atomic
+from rollcache.measure import mosaic, write_atomic
 from rollcache.measure.fidelity import CONVENTION
+from rollcache.measure.frames import STREET_ROWS
 from rollcache.measure.provenance import plain
 from rollcache.street.rig import FPS
 
@@ -49,7 +50,7 @@ def media(outcome: Outcome, folder: Path, name: str) -> dict[str, Any]:
     singles = {}
     for key, frames in (("full", full), ("cached", cached), ("truth", outcome.truth)):
         singles[key] = f"{name}-{key}.mp4"
-        write_atomic(folder / singles[key], encode_mp4(to_bytes(stitch(frames)), FPS))
+        write_atomic(folder / singles[key], encode_mp4(picture(frames), FPS))
     drawn = {}
     for key, figure in draw.figures(outcome.result).items():
         drawn[key] = f"{name}-{key}.png"
@@ -210,10 +211,11 @@ def _source(source: str) -> str:
 
 def _sheet_caption(result: Result) -> str:
     moved = result["decisions"]["reasons"].get("the conditions moved", 0)
+    upper, lower = (", ".join(row) for row in STREET_ROWS)
     text = (
-        "The line under the video follows it; click to jump. Below the floor's band the cache costs fidelity, inside "
-        "it the two runs differ by rounding. The first generation step of every cycle starts from new noise and is "
-        "always computed"
+        f"Cameras, upper row: {upper}; lower row: {lower}. The line in the plot follows the video; click to jump. Below "
+        "the floor's band the cache costs fidelity, inside it the two runs differ by rounding. The first generation step "
+        "of every cycle starts from new noise and is always computed"
     )
     return f"{text}; further pale columns are steps in which the action moved." if moved else f"{text}."
 

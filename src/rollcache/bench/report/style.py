@@ -95,17 +95,18 @@ def svg(figure: Figure, name: str) -> str:
         name: makes the ids inside unique on a page; they are numbered, since matplotlib's differ from run to run.
     """
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    with drawing():  # how text is written is decided when the file is
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text))
     numbers = {old: f"{name}-{i}" for i, old in enumerate(dict.fromkeys(re.findall(r'id="([^"]+)"', text)))}
     text = re.sub(r'(id="|href="#|url\(#)([^")]+)', lambda m: m[1] + numbers.get(m[2], m[2]), text)
-    text = re.sub(r"\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}", text)
+    text = re.sub(r"<[^>]+>", lambda tag: re.sub(r"\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}", tag[0]), text)
     for field in fields(Palette):
         text = text.replace(getattr(PALETTE, field.name), f"var(--{field.name})")
-    text = re.sub(r"font: (?:[^;\"]* )?([\d.]+)px [^;\"]*", r"font-size: \1px", text)
+    text = re.sub(r" font-family: [^;\"]*;?", "", text)  # that of the page
     return text.strip()
 
 
