@@ -213,9 +213,9 @@ def _sheet_caption(result: Result) -> str:
     moved = result["decisions"]["reasons"].get("the conditions moved", 0)
     upper, lower = (", ".join(row) for row in STREET_ROWS)
     text = (
-        f"Cameras, upper row: {upper}; lower row: {lower}. The line in the plot follows the video; click to jump. Below "
-        "the floor's band the cache costs fidelity, inside it the two runs differ by rounding. The first generation step "
-        "of every cycle starts from new noise and is always computed"
+        f"Cameras, upper row: {upper}; lower row: {lower}. The line in the plot follows the video; click to jump. "
+        "Below the floor's band the cache costs fidelity, inside it the two runs differ by rounding. The first "
+        "generation step of every cycle starts from new noise and is always computed"
     )
     return f"{text}; further pale columns are steps in which the action moved." if moved else f"{text}."
 
