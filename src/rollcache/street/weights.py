@@ -36,6 +36,7 @@ def pack(path: Path, model: StreetDiT, codec: Codec, facts: dict[str, Any]) -> s
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     save_file({k: v.contiguous() for k, v in tensors.items()}, part, metadata=meta)
+    part.chmod(0o644)  # safetensors makes it private; installed packages are read by everyone
     digest = _sha256(part)
     part.replace(path)
     _digest_path(path).write_text(f"{digest}  {path.name}\n")
