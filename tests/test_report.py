@@ -84,7 +84,7 @@ def test_numbers_in_figures_are_not_rounded(folder: Path, outcome: Outcome) -> N
 
 def test_report_shows_what_was_measured(folder: Path, outcome: Outcome) -> None:
     page = (folder / "report.html").read_text()
-    for text in (f"{outcome.result['psnr_stitched']:.2f}", "frozen window", "1 step", "start perturbed", "receding:"):
+    for text in (f"{outcome.result['psnr_stitched']:.2f}", "frozen window", "1 step", "start moved", "receding:"):
         assert text in page
     assert "partial results" not in page
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +13,12 @@ import tyro
 from rich.console import Console
 
 from rollcache.bench import tables
+from rollcache.bench.budget import fitting
 from rollcache.bench.compare import Outcome, compare
 from rollcache.bench.controls import cached_plan, control_plans, floor_plans
+from rollcache.bench.costs import measure_passes
 from rollcache.bench.fidelity import Perceptual
+from rollcache.bench.lanes import FULL, Plan
 from rollcache.bench.options import Driving, FlatDriving, FlatMachine, Machine, PolicyName, Scenario
 from rollcache.bench.progress import Narrator
 from rollcache.bench.results import Results, load_results
@@ -47,12 +51,17 @@ class Demo:
     """Seed of scenes and noise. 3 was chosen by its drives alone: a turn, a hard brake, a u-turn."""
     controls: bool = True
     """Also run the controls: frozen window, WindowReuse, fewer steps, the paper's settings."""
+    minutes: float = 9.0
+    """Time budget. Where the machine is too slow for it, drives are cut to fewer whole KV cycles, and this is said."""
     machine: FlatMachine = field(default_factory=Machine)
 
     def run(self) -> int:
         """Run it; returns the exit code."""
         if not self.scenarios:
             raise ValueError("--scenarios is empty; name at least one of urban, highway, u-turn.")
+        if not self.minutes > 0:
+            raise ValueError(f"--minutes is {self.minutes}; it must be more than 0.")
+        deadline = time.monotonic() + 60 * self.minutes
         folder = self.runs / self.name
         world = self.machine.world()
         cached = cached_plan("xcache")
@@ -66,7 +75,7 @@ class Demo:
         results.save()
         stopped = False
         with Narrator() as narrator:
-            for scenario in self.scenarios:
+            for left, scenario in zip(range(len(self.scenarios), 0, -1), self.scenarios, strict=True):
                 drive = Driving(scenario=scenario, chunks=self.chunks, seed=self.seed)
                 protocol = drive.rules()
                 try:
@@ -75,10 +84,11 @@ class Demo:
                         drive,
                         cached,
                         controls=control_plans(protocol, "xcache") if self.controls else [],
-                        floors=floor_plans(_name(world), other=self.controls),
+                        floors=floor_plans(_name(world), other=False),
                         perceptual=Perceptual(),
                         machine=self.machine,
                         narrator=narrator,
+                        seconds=(deadline - time.monotonic()) / left,
                     )
                     _keep(results, scenario, outcome, narrator, with_media=True)
                     stopped = outcome.interrupted
@@ -109,7 +119,7 @@ class Compare:
     controls: bool = False
     """Also run the controls: frozen window, WindowReuse, fewer steps, the paper's settings."""
     floor: bool = True
-    """Also measure the numerical floor: full compute with the start perturbed by 0.001."""
+    """Also measure the numerical floor: full compute with the start moved by 0.001."""
     require: tuple[Literal["lpips", "flip"], ...] = ()
     """Fail unless this metric can be computed."""
     lpips_weights: Path | None = None
@@ -208,25 +218,36 @@ class Report:
 def _one(
     world: World,
     driving: Driving,
-    cached: Any,
+    cached: Plan,
     *,
-    controls: Sequence[Any],
-    floors: Sequence[Any],
+    controls: Sequence[Plan],
+    floors: Sequence[Plan],
     perceptual: Perceptual,
     machine: Machine,
     narrator: Narrator,
+    seconds: float | None = None,
 ) -> Outcome:
-    """Draw a scenario and compare."""
+    """Draw a scenario and compare, in about `seconds` if given."""
+    protocol = driving.rules()
     narrator.begin(driving.scenario, driving.chunks)
     narrator.stage("drawing the scene")
+    take = driving.take(world)
+    narrator.stage("timing blocks")
+    times = measure_passes(world, take, protocol)
+    if seconds is not None:
+        chunks = fitting(take.chunks, seconds, times, [FULL, cached, *controls, *floors], protocol)
+        if chunks < take.chunks:
+            narrator.say(f"{driving.scenario}: {chunks} of {take.chunks} chunks, to stay within --minutes")
+            take = take.first(chunks)
     return compare(
         world,
-        driving.take(world),
-        driving.rules(),
+        take,
+        protocol,
         cached,
         controls=controls,
         floors=floors,
         perceptual=perceptual,
+        times=times,
         reload=machine.reload,
         on_chunk=narrator.chunk,
         on_stage=narrator.stage,

@@ -68,6 +68,7 @@ def compare(
     floors: Sequence[Plan] = (),
     perceptual: Perceptual | None = None,
     profile: bool = True,
+    times: PassTimes | None = None,
     reload: Callable[[str], World],
     on_chunk: OnChunk | None = None,
     on_stage: Stage | None = None,
@@ -83,6 +84,7 @@ def compare(
         floors: full compute with a tiny difference; not timed.
         perceptual: which perceptual metrics; controls are scored on a third of the frames.
         profile: measure the similarity of generation steps on the first floor lane (or on an extra run without one).
+        times: costs of passes and blocks; measured here by default.
         reload: makes the world in another precision.
         on_chunk: progress, after every chunk.
         on_stage: progress, names what is being done.
@@ -92,8 +94,9 @@ def compare(
     """
     say = on_stage or (lambda _: None)
     perceptual = perceptual or Perceptual()
-    say("timing blocks")
-    times = measure_passes(world, take, protocol)
+    if times is None:
+        say("timing blocks")
+        times = measure_passes(world, take, protocol)
     lanes = [open_lane(world, take, protocol, plan, reload=reload) for plan in (FULL, cached, *controls)]
     floor_lanes: list[Lane] = []
     watched: World | None = None

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
+
 from rollcache.bench.lanes import Plan
 from rollcache.street.protocol import Protocol
+from rollcache.street.world import resolve_dtype
 
 PERTURBATION = 1e-3  # standard deviation on the start's latents, which have unit variance
 
@@ -72,15 +75,17 @@ def control_plans(protocol: Protocol, tested: str) -> list[Plan]:
     return plans
 
 
-def floor_plans(dtype: str, other: bool) -> list[Plan]:
+def floor_plans(dtype: str, other: bool, device: str = "cpu") -> list[Plan]:
     """Full compute again with a tiny difference: what is below its distance from the reference is rounding.
 
     Args:
         dtype: precision of the world.
-        other: also run in the other precision.
+        other: also run in the other precision, unless that is bfloat16 and the processor would have to emulate it.
+        device: where it runs.
     """
-    plans = [Plan(key="perturbed", label=f"start perturbed by {PERTURBATION:g}", start_noise=PERTURBATION)]
-    if other:
-        precision = "float32" if dtype == "bfloat16" else "bfloat16"
+    plans = [Plan(key="perturbed", label=f"start moved by {PERTURBATION:g}", start_noise=PERTURBATION)]
+    precision = "float32" if dtype == "bfloat16" else "bfloat16"
+    fast = precision == "float32" or resolve_dtype("auto", torch.device(device)) is torch.bfloat16
+    if other and fast:
         plans.append(Plan(key=precision, label=f"full compute in {precision}", dtype=precision))
     return plans

@@ -76,31 +76,29 @@ def main_table(scenarios: Mapping[str, Result]) -> Table:
 
 
 def controls_table(scenarios: Mapping[str, Result]) -> Table:
-    """The cache and every control: speed and PSNR (mean / pooled) side by side for all scenarios."""
+    """The cache and every control: speed and PSNR (mean and pooled) side by side for all scenarios, least motion."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    table.add_column("beside it", no_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="bold")
+    table.add_column("\nbeside it", no_wrap=True)
     for name in scenarios:
-        table.add_column(f"{name}: speed", justify="right", no_wrap=True)
-        table.add_column("PSNR (pooled)", justify="right", no_wrap=True)
-        table.add_column("motion", justify="right", no_wrap=True)
-    for label, cells in variant_rows(scenarios):
+        table.add_column(f"{name}\nspeed", justify="right", no_wrap=True)
+        table.add_column("PSNR\n(pooled)", justify="right", no_wrap=True)
+    table.add_column("least\nmotion", justify="right", no_wrap=True)
+
+    def add(label: str, cells: list[Result | None], style: str) -> None:
         row = [label]
         for cell in cells:
-            row += (
-                [number(cell["speedup"], 2, "x"), psnr_pair(cell), number(cell["motion_ratio"], 2)]
-                if cell
-                else ["–"] * 3
-            )
-        table.add_row(*row, style="bold" if label == _tested(scenarios) else "")
+            row += ["–", "–"] if cell is None else [number(cell.get("speedup"), 2, "x"), psnr_pair(cell)]
+        motions = [cell["motion_ratio"] for cell in cells if cell is not None and cell["motion_ratio"] is not None]
+        table.add_row(*row, number(min(motions, default=None), 2), style=style)
+
+    for label, cells in variant_rows(scenarios):
+        add(label, cells, "bold" if label == _tested(scenarios) else "")
     table.add_section()
     for label, cells in floor_rows(scenarios):
-        row = []
-        for cell in cells:
-            row += ["", psnr_pair(cell), number(cell["motion_ratio"], 2)] if cell else ["–"] * 3
-        table.add_row(f"floor: {label}", *row, style="dim")
+        add(f"floor: {label}", cells, "dim")
     return table
 
 

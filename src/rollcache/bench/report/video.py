@@ -52,7 +52,7 @@ def picture(frames: Frames, *, scale: int = SCALE, smooth: bool = True) -> Tenso
             flat = flat.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
         if scale > 1:
             flat = nnf.pad(flat[..., 1:-1, 1:-1], (1, 1, 1, 1), value=PAPER)  # a thin frame tells cameras apart
-        large[group] = flat.permute(0, 2, 3, 1).unflatten(0, x.shape[:2])
+        large[group] = flat.permute(0, 2, 3, 1).reshape(*x.shape[:2], *flat.shape[2:], 3)
     return to_bytes(stitch(large, background=PAPER))
 
 
