@@ -70,6 +70,7 @@ def rows() -> list[Row]:
             paper("floor-9995", "floor .9995, blind to actions", None, min_cosine=0.9995, condition_cosine=False),
             ours("ours", "our defaults"),
             ours("ours-03", "our defaults, tolerance .03", condition_tol=0.03),
+            ours("ours-10", "our defaults, tolerance .1", condition_tol=0.1),
             ours("ours-30", "our defaults, tolerance .3", condition_tol=0.3),
             ours("ours-no-anchor", "our defaults, no front anchor", front_blocks=0),
         ]

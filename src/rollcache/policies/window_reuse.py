@@ -32,7 +32,7 @@ class WindowReuse:
         min_frames: latent frames that are sampled at least, with `min_cosine`.
     """
 
-    condition_tol: float = 0.1
+    condition_tol: float = 0.05
     min_cosine: float | None = None
     warmup_chunks: int = 1
     max_staleness: int | None = None

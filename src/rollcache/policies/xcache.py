@@ -73,7 +73,7 @@ class XCache:
     refresh: Literal["on_compute", "always"] = "on_compute"
     ema_on_forced: bool = False
     condition_cosine: bool = False
-    condition_tol: float | None = 0.1
+    condition_tol: float | None = 0.05
 
     @classmethod
     def paper(cls, **changes: Any) -> XCache:
