@@ -56,7 +56,7 @@ def _run(world: World, take: Take, plan: Plan, protocol: Protocol | None = None,
 
 
 def test_full_compute_against_itself_is_identical(world: World, take: Take) -> None:
-    result = _run(world, take, cached_plan("none"), floors=floor_plans("float32", other=False), profile=True).result
+    result = _run(world, take, cached_plan("none"), floors=floor_plans("float32", other=False)).result
     assert result["psnr"] == 100 and result["ssim"] == pytest.approx(1) and result["flip"] == pytest.approx(0, abs=1e-6)
     assert result["skip_rate"] == 0 and result["ceiling"] == 1 and result["motion_ratio"] == pytest.approx(1)
     assert result["floor"]["perturbed"]["psnr"] < 100

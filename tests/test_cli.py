@@ -206,32 +206,49 @@ def test_full_disk_while_the_report_is_written(
 
 
 def test_ctrl_c_keeps_partial_results(street_weights: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    words = [
-        "-m",
-        "rollcache.cli",
-        "compare",
-        "--weights",
-        street_weights,
-        "--chunks",
-        "60",
-        "--out",
-        out,
-        "--no-floor",
-    ]
+    path = tmp_path / "out.json"
+    words = ["compare", "--weights", street_weights, "--chunks", 60, "--steps", 16, "--json", path, "--no-floor"]
     process = subprocess.Popen(
-        [sys.executable, *map(str, words), "--threads", "1"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "rollcache.cli", *map(str, words), "--threads", "1"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stderr is not None
     for line in process.stderr:
         if "generating" in line:
             break
-    time.sleep(6)
+    time.sleep(5)
     process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=120)[1]
+    said = process.communicate(timeout=200)[1]
     assert process.returncode == 130
-    assert "interrupted: partial results kept in" in said and "Traceback" not in said
-    document = json.loads((out / "results.json").read_text())
+    assert "Traceback" not in said
+    document = json.loads(path.read_text())
     assert document["status"] == "partial"
-    assert 2 <= len(document["scenarios"]["u-turn"]["decisions"]["chunks"]) < 60
-    assert "These are partial results" in (out / "report.html").read_text()
+    chunks = [len(s["decisions"]["chunks"]) for s in document["scenarios"].values()]
+    if chunks:  # none on a machine that did not finish two chunks in five seconds
+        assert 2 <= chunks[0] < 60 and f"partial results kept in {path}: u-turn ({chunks[0]} chunks)" in said
+    else:
+        assert "nothing was finished yet" in said
+
+
+def test_ctrl_c_in_the_second_scenario_keeps_the_first(
+    street_weights: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollcache.bench.progress import Narrator
+
+    begun: list[str] = []
+
+    def stop(self: Narrator, n: int, lanes: object) -> None:
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Narrator, "begin", lambda self, name, total: begun.append(name))
+    monkeypatch.setattr(Narrator, "chunk", stop)
+    words = f"demo --weights {street_weights} --runs {tmp_path} --chunks 2 --scenarios highway u-turn --no-controls"
+    assert main(words.split()) == 130
+    assert "partial results kept in" in capsys.readouterr().err
+    document = json.loads((tmp_path / "demo" / "results.json").read_text())
+    assert document["status"] == "partial" and document["scenarios"].keys() == {"highway"}
+    page = (tmp_path / "demo" / "report.html").read_text()
+    assert "These are partial results: u-turn did not run." in page

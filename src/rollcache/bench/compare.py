@@ -142,7 +142,7 @@ def compare(
         "turning": [bool(t) for t in cut.turning],
         "profile": None,
     }
-    if profile:
+    if profile and (finished or profiler is not None):
         say("profiling")
         result["profile"] = (profiler or _profile_run(world, take, protocol)).result(protocol).to_dict()
     return Outcome(result, full, ours, truth, not finished)
