@@ -22,7 +22,7 @@ from rollcache.bench.lanes import FULL, Plan
 from rollcache.bench.options import Driving, FlatDriving, FlatMachine, Machine, PolicyName, Scenario
 from rollcache.bench.progress import Narrator
 from rollcache.bench.results import Results, load_results
-from rollcache.measure import provenance
+from rollcache.measure import WriteError, provenance
 from rollcache.measure.provenance import plain
 from rollcache.policies import WindowReuse, XCache
 
@@ -265,8 +265,12 @@ def _keep(
         from rollcache.bench.report import media
 
         narrator.stage("videos and figures")
-        outcome.result["media"] = media(outcome, results.folder, scenario)
-        results.save()
+        try:
+            outcome.result["media"] = media(outcome, results.folder, scenario)
+            results.save()
+        except WriteError as error:
+            kept = f"; the numbers are in {results.path}" if write else ""
+            raise WriteError(error.errno, f"{error.strerror}{kept}") from error
     r = outcome.result
     narrator.done(f"{r['speedup']:.2f}x at {r['psnr']:.1f} dB, {100 * r['skip_rate']:.1f}% skipped")
 
