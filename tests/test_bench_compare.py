@@ -32,7 +32,7 @@ def world() -> World:
 def take(world: World) -> Take:
     """Eight metres a second, drifting to the left, and a steer in the middle of the second cycle."""
     rows = 34
-    drive = Drive("drift", np.full(rows, 8.0), 0.003 * np.arange(rows), "made up").with_steer(16 + 2 * 6, 0.5)
+    drive = Drive("drift", np.full(rows, 8.0), 0.002 * np.arange(rows), "made up").with_steer(16 + 2 * 6, 0.5)
     planned = make_take(world, "u-turn", chunks=9, draw=noise_frames)
     return replace(planned, drive=drive, actions=chunk_actions(drive, 16, 2, 9))
 

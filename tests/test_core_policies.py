@@ -113,8 +113,8 @@ def test_anchors_must_leave_a_block() -> None:
         (evidence(cosine=0.9994), Reason.COSINE),
         (evidence(deviation=2.0), Reason.DEVIATION),
         (evidence(deviation=1.9), Reason.SIMILAR),
-        (evidence(distance=0.11), Reason.CONDITION),
-        (evidence(distance=0.1), Reason.SIMILAR),
+        (evidence(distance=0.051), Reason.CONDITION),
+        (evidence(distance=0.05), Reason.SIMILAR),
         (evidence(kv_update=True), Reason.PROTECTED),
         (evidence(kv_write=True), Reason.PROTECTED),
         (evidence(cosine=math.nan), Reason.NOT_FINITE),
@@ -289,7 +289,7 @@ def test_an_explanation_is_a_sentence_with_the_numbers_and_their_limits() -> Non
     record = Record(7, 2, 3, 1, "cond", "denoise", *d[:4], d.deviation, d.condition_distance, 6, 0)
     assert XCache().explain(record) == (
         "Chunk 7, step 2, block 3 (cond): computed, input is not similar enough: cosine 0.95000 < 0.97000, "
-        "deviation 0.5 < 2, conditions moved by 0.03 <= 0.1, compared with chunk 6."
+        "deviation 0.5 < 2, conditions moved by 0.03 <= 0.05, compared with chunk 6."
     )
     anchor = Record(7, 2, 0, 1, "cond", "denoise", Action.COMPUTE, Reason.ANCHOR, *[math.nan] * 4, None, 0)
     assert XCache().explain(anchor) == "Chunk 7, step 2, block 0 (cond): computed, anchor block."

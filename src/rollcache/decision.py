@@ -85,7 +85,7 @@ class Record(NamedTuple):
         """One line of text, stable over machines: the unit of a golden trace."""
         last = self.block + self.blocks - 1
         blocks = f"{self.block}" if self.blocks == 1 else f"{self.block}-{last}"
-        numbers = "" if self.cosine != self.cosine else f"  cos {self.cosine:.4f} / {self.threshold:.4f}"
+        numbers = "" if self.cosine != self.cosine else f"  cos {self.cosine:.3f} / {self.threshold:.4g}"
         return f"{self.chunk} {self.step} {self.branch} {blocks}: {self.action} ({self.reason}){numbers}"
 
 
