@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,36 +160,69 @@ def test_look_ahead_and_block_by_block_gating_take_the_same_decisions(config: XC
         assert ahead[0] == behind[0] == []
 
 
-def test_a_run_with_a_hole_is_replayed_on_both_sides_of_it_and_as_one_when_the_hole_closes() -> None:
-    """Block 2 is refused for a while, its neighbours replay: sums are always those of the residuals stored last."""
-    model, x = mixing(5, WIDTH), torch.randn(1, 64, WIDTH)
-    config = XCache(min_cosine=-1, margin=2, max_deviation=None, front_blocks=0, condition_tol=None)
-    handle = rollcache.enable(model, config, blocks=list(model.blocks))
-    policy_of = type(config.build(5))
-    decide = policy_of.decide
-    shut = [False, True, True, False, True, False]
+SHUT: list[set[int]] = [set(), {2}, {1, 2}, set(), {0, 4}, {3}, set()]
+"""Blocks that are computed whatever the gate says, per chunk."""
+OPEN = XCache(min_cosine=-1, margin=2, max_deviation=None, front_blocks=0, condition_tol=None)
 
-    def but_not_block_2(self: Any, cell: Any, evidence: Any) -> Any:
+
+@pytest.fixture
+def holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse the blocks in `SHUT`, so that runs get holes and neighbours stem from different passes."""
+    policy_of = type(OPEN.build(DEPTH))
+    decide = policy_of.decide
+
+    def but_not_shut(self: Any, cell: Any, evidence: Any) -> Any:
         decision = decide(self, cell, evidence)
-        closed = cell.start == 2 and shut[evidence.where.chunk]
+        closed = cell.start in SHUT[evidence.where.chunk]
         return decision._replace(action=Action.COMPUTE) if closed else decision
 
+    monkeypatch.setattr(policy_of, "decide", but_not_shut)
+
+
+@pytest.mark.usefixtures("holes")
+def test_a_run_with_holes_is_replayed_around_them_and_as_one_when_they_close() -> None:
+    """Sums over runs are always those of the residuals stored last."""
+    model, x = mixing(DEPTH, WIDTH), torch.randn(1, 64, WIDTH)
+    handle = rollcache.enable(model, OPEN, blocks=list(model.blocks))
     kept = residuals(model, x)
     model.forget_calls()
-    with torch.no_grad(), handle.rollout(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy_of, "decide", but_not_block_2)
-        for n in range(len(shut)):
+    with torch.no_grad(), handle.rollout():
+        for n, shut in enumerate(SHUT):
             with handle.chunk():
                 handle.step()
                 y = model(x + 0.1 * n)
-                assert model.calls == ([1] * 5 if n == 0 else [0, 0, int(shut[n]), 0, 0])
+                assert model.calls == [int(n == 0 or b in shut) for b in range(DEPTH)]
                 h = x + 0.1 * n
                 for b, block in enumerate(model.blocks):
-                    if b == 2 and shut[n]:
+                    if b in shut:
                         kept[b] = type(block).forward(block, h) - h
                     h = h + kept[b]
                 torch.testing.assert_close(y, h)
                 model.forget_calls()
+
+
+@pytest.mark.usefixtures("holes")
+@pytest.mark.parametrize("refresh", ["on_compute", "always"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_look_ahead_over_holes_sees_what_the_inputs_themselves_show(refresh: Any, batch: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(batch, 64, WIDTH, generator=g)
+    inputs = [x + 0.3 * n * torch.randn(batch, 64, WIDTH, generator=g) for n in range(len(SHUT))]
+
+    def evidence(lookahead: bool) -> list[tuple[float, float]]:
+        model = mixing(DEPTH, WIDTH)
+        config = replace(OPEN, refresh=refresh)
+        handle = rollcache.enable(model, config, blocks=list(model.blocks), lookahead=lookahead)
+        with torch.no_grad(), handle.rollout():
+            for y in inputs:
+                with handle.chunk(segments=CAMERAS):
+                    handle.step()
+                    model(y)
+        return [(r.cosine, r.deviation) for r in handle.trace if r.chunk]
+
+    for (cosine, deviation), (expected, largest) in zip(evidence(True), evidence(False), strict=True):
+        assert cosine == pytest.approx(expected, abs=1e-5)
+        assert deviation == pytest.approx(largest, rel=1e-3)
 
 
 def residuals(model: Stack, x: Tensor) -> list[Tensor]:

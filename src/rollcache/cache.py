@@ -181,7 +181,7 @@ class Cache:
         for key in state.schedule():
             row = state.rows.get(key)
             entry = None if row is None else row.entries[0]
-            if row is None or entry is None or not row.finite(0, engine.reduce):
+            if row is None or entry is None or row.sound(0, 1, engine.reduce) is None:
                 return None
             evidence = Evidence(
                 replace(where, branch=key[0], step=key[1]),

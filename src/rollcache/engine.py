@@ -190,16 +190,14 @@ class Engine:
         if self.budget.admit(copied.bytes):  # else the target starts empty
             self.rollouts[target] = copied
 
-    def sampler(
-        self, hidden: Hidden, streams: int, segments: tuple[Segment, ...], sampling: Sampling | None
-    ) -> Sampler:
+    def sampler(self, hidden: Hidden, segments: tuple[Segment, ...], sampling: Sampling | None) -> Sampler:
         """The sampler for hidden states like this one, planned once."""
-        key = (tuple((h.shape, h.device) for h in hidden), streams, segments, sampling)
+        key = (tuple((h.shape, h.device) for h in hidden), segments, sampling)
         sampler = self._samplers.get(key)
         if sampler is None:
             if len(self._samplers) >= 32:  # shapes that change all the time must not pile up
                 self._samplers.clear()
-            sampler = self._samplers[key] = Sampler(hidden, segments, sampling or PROBE, streams)
+            sampler = self._samplers[key] = Sampler(hidden, segments, sampling or PROBE)
         return sampler
 
     def distance(self, snapshot: Snapshot, where: Pass) -> Moved:

@@ -22,6 +22,7 @@ Hidden = tuple[Tensor, ...]
 """The tensors of one hidden state, each `[Bt, ..., C]`."""
 
 EPS = 1e-6
+_ZERO = ZERO_NORM**2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,23 +120,19 @@ class Sampler:
     """Takes fingerprints of hidden states of one shape.
 
     Attributes:
-        complete: the means cover every token, so that the fingerprint is finite if and only if the hidden state is.
         entries: row range of every entry: sampled tokens of each group, then means of each group.
         groups: number of view groups G; the first G entries are the spatial ones.
         membership: `[N, E]` float32, 1 where a row belongs to an entry: sums over entries are a product with it.
         average: `[N, G]` float32: sums of magnitudes of rows to mean magnitudes of groups.
     """
 
-    def __init__(
-        self, hidden: Hidden, segments: tuple[Segment, ...], sampling: Sampling, streams: int | None = None
-    ) -> None:
+    def __init__(self, hidden: Hidden, segments: tuple[Segment, ...], sampling: Sampling) -> None:
         """Plan the indices.
 
         Args:
             hidden: example of the hidden state, tensors `[Bt, ..., C]`.
             segments: token layout; empty means one flat row of tokens per tensor.
             sampling: how much to look at.
-            streams: number of tensors that hidden states will have; what is beyond `hidden` is not looked at.
 
         Raises:
             RollcacheError: a segment does not fit, or the tensors differ in batch or channels.
@@ -161,8 +158,6 @@ class Sampler:
         self.groups = len(segments)
         self.segments = sorted(segments, key=lambda s: s.tensor)
         self.sampling = sampling
-        covered = sum(s.views * _product(list(s.grid)) for s in segments)
-        self.complete = covered == sum(tokens) and streams in (None, len(hidden))
         picked = [sample(s, sampling) for s in self.segments]
         sizes = [len(p) for p in picked] + [s.views for s in self.segments]
         stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -283,30 +278,30 @@ def compare(stored: Tensor, sizes: list[Sizes], change: Tensor, sampler: Sampler
     energies, by_row = numbers[count : count + step], numbers[count + step :]
     starts = range(0, len(by_row), largest.shape[1])
     worst = [max(by_row[row + i : row + j]) for row in starts for i, j in entries[:groups]]
+    known = isfinite(sum(energies))
     result = []
     for n, (squares, magnitudes) in enumerate(sizes):
-        inners = numbers[n * step : (n + 1) * step]
-        cosines = [_cosine(a, c, d) for a, c, d in zip(squares, inners, energies, strict=True)]
-        finite = all(map(isfinite, cosines))
-        deviation = max(most / (mean + EPS) for most, mean in zip(worst, magnitudes, strict=True))
-        result.append(Similarity(min(cosines) if finite else nan, deviation))
+        cosine = nan
+        if known and isfinite(sum(squares)):
+            cosine = min(map(_cosine, squares, numbers[n * step : (n + 1) * step], energies))
+        deviation = max([most / (mean + EPS) for most, mean in zip(worst, magnitudes, strict=True)])
+        result.append(Similarity(cosine, deviation))
     return result
 
 
 def _cosine(a: float, c: float, d: float) -> float:
     """Cosine of `p` and `p + change`, from `|p|^2`, `<p, change>` and `|change|^2`."""
-    if not isfinite(a + c + d):
-        return nan
-    now = max(a + 2 * c + d, 0.0)
-    zeros = (a < ZERO_NORM**2) + (now < ZERO_NORM**2)
-    return float(zeros == 2) if zeros else (a + c) / sqrt(a * now)
+    now = a + 2 * c + d
+    if a > _ZERO and now > _ZERO:
+        return (a + c) / sqrt(a * now)
+    return float(a <= _ZERO and now <= _ZERO)
 
 
 def _inner(stored: Tensor, change: Tensor, sampler: Sampler) -> Tensor:
     """Inner products per entry of `[n, Bt, N, C]` with `[Bt, N, C]`: `[n, Bt, E]`.
 
-    Few fingerprints are multiplied element by element; for many, a matrix product per entry reads them only once. Should
-    it run in TF32, no harm is done: `1 - cosine` depends on this product in second order only.
+    Few fingerprints are multiplied element by element; for many, a matrix product per entry reads them only once.
+    Should it run in TF32, no harm is done: `1 - cosine` depends on this product in second order only.
     """
     if len(stored) <= 4:
         return (stored * change).sum(-1) @ sampler.membership

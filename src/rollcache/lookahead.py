@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rollcache.fingerprint import Sampler, Similarity, compare
+from rollcache.policies.base import UNKNOWN
 from rollcache.store import Reduce, Row
 
 
@@ -71,7 +72,10 @@ class Lookahead:
 
     def _extend(self) -> None:
         row, start = self._row, self._start + len(self._results)
-        assert row.bank is not None
+        row.derive(self._sampler)
+        if row.bank is None or not row.known(start):
+            self._results.append(UNKNOWN)
+            return
         if not self._changes or not row.linked(start - 1):
             current = self.at(start)
             assert current is not None

@@ -50,22 +50,24 @@ class Entry:
         dtypes: dtype of the output, per stream.
         chunk: when it was computed.
         snapshot: the conditions it was computed under.
-        health: 0-d tensor, finite if and only if everything that the span returned was.
         replays: how many times in a row it was replayed.
-        finite: what `health` says, once asked.
+        finite: False once the residual is known to hold something that is not.
     """
 
     residual: Hidden
     dtypes: tuple[torch.dtype, ...]
     chunk: int
     snapshot: Snapshot
-    health: Tensor
     replays: int = 0
-    finite: bool | None = None
+    finite: bool = True
 
 
 class Row:
     """Everything stored for one step of one branch: an `Entry` per span, and the fingerprints of all in one tensor.
+
+    Most of what is computed is never compared with: the next chunk is computed anyway, because it is protected or the
+    conditions moved. So of spans that are computed in a row only the first has its fingerprint taken; the others' are
+    *pending*, the one before plus that of the residual, until somebody looks.
 
     Attributes:
         cells: addresses of the spans, in block order.
@@ -86,8 +88,10 @@ class Row:
         self.bytes = self.predicted = 0
         self._budget = budget
         self._dtype = dtype
-        self._stamps = [-1] * len(cells)  # the pass in which a fingerprint was written
+        self._stamps = [-1] * len(cells)  # the pass that a fingerprint belongs to, -1 for none
+        self._pending = [False] * len(cells)
         self._sizes: list[Sizes | None] = [None] * len(cells)  # None where a fingerprint is not measured yet
+        self._sound: tuple[int, int] | None = None  # the run whose total is known to be finite
         self._run: tuple[int, int] | None = None  # the spans whose summed residual is in _total
         self._total: Hidden | None = None
 
@@ -101,7 +105,7 @@ class Row:
         snapshot: Snapshot,
         stamp: int,
         fingerprint: Tensor | None = None,
-        health: Tensor | None = None,
+        pending: bool = False,
     ) -> bool:
         """Store the residual `after - before` of a span.
 
@@ -112,39 +116,38 @@ class Row:
             chunk: index of the chunk.
             snapshot: conditions of the pass.
             stamp: serial number of the pass.
-            fingerprint: of the input, `[Bt, N, C]`; None for policies that do not look.
-            health: 0-d tensor that is finite if and only if the output is; None derives it from the residual.
+            fingerprint: of the input, `[Bt, N, C]`; None for policies that do not look, or when it is
+            pending: the span before was stored just now, in the same pass.
 
         Returns:
             False when the budget did not allow it: then nothing is stored for this span.
         """
         if self._run is not None and self._run[0] <= span < self._run[1]:
             self._run = None
+        self._sound = None
         if not self.predicted:
             self.predicted = self._predict(after, fingerprint)
         if fingerprint is not None and self.bank is None:
             bank = self._reserve((fingerprint,), fingerprint.dtype, len(self.cells))
-            if bank is None:
-                return False
-            self.bank = bank[0]
-        residual = self._buffers[span] or self._reserve(after, self._dtype)
+            self.bank = None if bank is None else bank[0]
+        looks = fingerprint is not None or pending
+        residual = self._buffers[span] or (None if looks and self.bank is None else self._reserve(after, self._dtype))
         if residual is None:
             return False
         self._buffers[span] = residual
         _subtract(residual, after, before)
-        if health is None:
-            health = torch.stack([r.sum(dtype=torch.float32) for r in residual]).sum()
-        self.entries[span] = Entry(residual, tuple(a.dtype for a in after), chunk, snapshot, health)
+        self.entries[span] = Entry(residual, tuple(a.dtype for a in after), chunk, snapshot)
         if fingerprint is not None:
             self.write(span, fingerprint, stamp)
+        elif pending:
+            self._stamps[span], self._pending[span], self._sizes[span] = stamp, True, None
         return True
 
     def write(self, span: int, fingerprint: Tensor, stamp: int) -> None:
         """Remember the fingerprint of a span's input."""
         assert self.bank is not None
         self.bank[span].copy_(fingerprint)
-        self._stamps[span] = stamp
-        self._sizes[span] = None
+        self._stamps[span], self._pending[span], self._sizes[span] = stamp, False, None
 
     def linked(self, span: int) -> bool:
         """Whether the fingerprints of `span` and `span + 1` stem from one pass, i.e. differ by the stored residual."""
@@ -159,16 +162,39 @@ class Row:
             self._sizes[first:last] = measure(self.bank[first:last], sampler)
         return [s for s in self._sizes[start:stop] if s is not None]
 
-    def finite(self, span: int, reduce: Reduce | None = None) -> bool:
-        """Whether a stored span returned finite numbers, on all ranks; the first question asks about all spans."""
-        entry = self.entries[span]
-        assert entry is not None
-        if entry.finite is None:
-            fresh = [e for e in self.entries if e is not None and e.finite is None]
-            broken = (~torch.isfinite(torch.stack([e.health for e in fresh]))).float()
-            for e, bad in zip(fresh, (broken if reduce is None else reduce(broken)).tolist(), strict=True):
-                e.finite = not bad
-        return bool(entry.finite)
+    def waiting(self, stamp: int) -> list[int]:
+        """Spans whose pending fingerprint hangs on residuals of an earlier pass, which this one may overwrite."""
+        return [s for s, pending in enumerate(self._pending) if pending and self._stamps[s] != stamp]
+
+    def derive(self, sampler: Sampler) -> None:
+        """Take all pending fingerprints."""
+        for span, pending in enumerate(self._pending):
+            entry = self.entries[span - 1]
+            if pending and entry is not None and self.bank is not None:
+                torch.add(self.bank[span - 1], sampler(entry.residual), out=self.bank[span])
+                self._pending[span] = False
+
+    def give_up(self, spans: list[int]) -> None:
+        """Fingerprints that nobody will ask for, since their spans are about to be computed."""
+        for span in spans:
+            self._pending[span], self._stamps[span] = False, -1
+
+    def known(self, span: int) -> bool:
+        """Whether there is a fingerprint to compare with."""
+        return self._stamps[span] >= 0 and not self._pending[span]
+
+    def sound(self, start: int, stop: int, reduce: Reduce | None) -> Hidden | None:
+        """What replaying a run adds, or None if that is not finite on some rank: then the culprits are marked."""
+        total = self.total(start, stop)
+        if self._sound == (start, stop) or _finite(total, reduce):
+            self._sound = (start, stop)
+            return total
+        entries = [e for e in self.entries[start:stop] if e is not None]
+        for entry in entries:
+            entry.finite = _finite(entry.residual, reduce)
+        if all(e.finite for e in entries):  # they overflow together
+            entries[0].finite = False
+        return None
 
     def keep_run(self, start: int, stop: int, before: Hidden, after: Hidden) -> None:
         """Store the residual of a run of spans computed in one pass: what went in, subtracted from what came out."""
@@ -208,8 +234,9 @@ class Row:
         self.bytes = 0
         self.entries = [None] * len(self.cells)
         self._buffers = [None] * len(self.cells)
-        self.bank = self._run = self._total = None
+        self.bank = self._run = self._total = self._sound = None
         self._stamps = [-1] * len(self.cells)
+        self._pending = [False] * len(self.cells)
         self._sizes = [None] * len(self.cells)
 
     def _room(self, start: int, stop: int) -> Hidden | None:
@@ -253,6 +280,13 @@ def _subtract(out: Hidden, after: Hidden, before: Hidden) -> None:
             torch.sub(a, b, out=r)
         else:  # a subtraction that converts on the way is several times slower
             r.copy_(a - b)
+
+
+def _finite(tensors: Hidden, reduce: Reduce | None) -> bool:
+    total = torch.stack([t.sum(dtype=torch.float32) for t in tensors]).sum()
+    if reduce is None:
+        return bool(torch.isfinite(total))
+    return not bool(reduce((~torch.isfinite(total)).float()))
 
 
 def _size(tensors: Hidden, dtype: torch.dtype | None) -> int:

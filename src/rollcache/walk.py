@@ -32,11 +32,20 @@ if TYPE_CHECKING:
 _ANCHOR = Decision(Action.COMPUTE, Reason.ANCHOR)
 _WARMUP = Decision(Action.COMPUTE, Reason.WARMUP)
 _INVALIDATED = Decision(Action.COMPUTE, Reason.INVALIDATED)
+_NOT_FINITE = Decision(Action.COMPUTE, Reason.NOT_FINITE)
 _NOTHING_STORED = Decision(Action.COMPUTE, Reason.NOTHING_STORED)
 
 
 def _unknown() -> Similarity:
     return UNKNOWN
+
+
+class _Looked(Exception):
+    """A policy asked for a similarity."""
+
+
+def _look() -> Similarity:
+    raise _Looked
 
 
 class _Open:
@@ -67,6 +76,7 @@ class Walk:
         self.batch = len(self.cells)  # spans to compare at once
         self.open: _Open | None = None
         self.stretch: _Open | None = None  # the first of the spans that were computed in a row
+        self.chained = -1  # the span whose fingerprint follows from the one stored last
         self.verdict: tuple[int, Decision] | None = None  # about the span that ended the last run
         self.known: tuple[int, Tensor] | None = None  # fingerprint of what enters a block
         self.witness: Witness | None = None  # of what the last block returned
@@ -104,9 +114,7 @@ class Walk:
     def _settle(self, hidden: Hidden) -> None:
         """Look at the hidden state for the first time in this pass."""
         self.rollout.settle(self.where.branch, Signature.of(hidden, self.where.segments))
-        self.sampler = self.engine.sampler(
-            self.io.gated(hidden), len(hidden), self.where.segments, self.policy.sampling
-        )
+        self.sampler = self.engine.sampler(self.io.gated(hidden), self.where.segments, self.policy.sampling)
         self.row = self.rollout.row(self.where, self.cells)
         self.shapes = [h.shape for h in hidden]
         self.storing = self.rollout.ordinal >= 0
@@ -127,6 +135,7 @@ class Walk:
             return
         self.engine.breaks.add(index)
         self.known = self.stretch = self.verdict = None
+        self.chained = -1
         if index < self.resume or self.open is not None:
             raise RollcacheError(
                 f"the model changes the hidden state between blocks {index - 1} and {index}, which were to be replayed "
@@ -144,10 +153,10 @@ class Walk:
             return None
         ahead: Lookahead | None = None
         run: list[Decision] = []
+        stop = self._reach(span)
         if self.verdict is not None and self.verdict[0] == span:
             verdict = self.verdict[1]
         else:
-            stop = self._reach(span)
             if self.looks and self.row.bank is not None:
                 ahead = Lookahead(
                     self.row,
@@ -161,7 +170,12 @@ class Walk:
             run, verdict = self._plan(span, stop, ahead)
         self.verdict = None
         if run:
-            return self._replay(span, run, verdict, ahead, hidden)
+            self._close_stretch(hidden, span)
+        while run:
+            total = self.row.sound(span, span + len(run), self.engine.reduce)
+            if total is not None:
+                return self._replay(span, run, verdict, ahead, hidden, total)
+            run, verdict = self._plan(span, stop, ahead)
         if hidden[0].device.type == "cpu":
             self.batch = 1
         self._note(self.cells[span], verdict, self.row.entries[span])
@@ -203,17 +217,31 @@ class Walk:
             return _WARMUP
         if entry is None:
             return _NOTHING_STORED
+        if not entry.finite:
+            return _NOT_FINITE
+        return self._ask(span, entry, _unknown if ahead is None else partial(ahead.similarity, span))
+
+    def _ask(self, span: int, entry: Entry, measure: Callable[[], Similarity]) -> Decision:
+        """The policy's decision."""
         evidence = Evidence(
             self.where,
             age=self.where.chunk - entry.chunk,
             replays=entry.replays,
-            measure=_unknown if ahead is None else partial(ahead.similarity, span),
+            measure=measure,
             moved=partial(self._distance, entry),
         )
-        decision = self.policy.decide(self.cells[span], evidence)
-        if decision.action is Action.REPLAY and not self.row.finite(span, self.engine.reduce):
-            return decision._replace(action=Action.COMPUTE, reason=Reason.NOT_FINITE)
-        return decision
+        return self.policy.decide(self.cells[span], evidence)
+
+    def _will_look(self, span: int) -> bool:
+        """Whether the policy will want to see the input of a span. It is pure, so it can be asked ahead."""
+        entry = self.row.entries[span]
+        if self.warming or entry is None:
+            return False
+        try:
+            self._ask(span, entry, _look)
+        except _Looked:
+            return True
+        return False
 
     def _distance(self, entry: Entry) -> Moved:
         """How far the conditions moved since an entry was computed; measured once per snapshot."""
@@ -223,11 +251,17 @@ class Walk:
         return self.moved[key]
 
     def _replay(
-        self, span: int, run: list[Decision], verdict: Decision, ahead: Lookahead | None, hidden: Hidden
+        self,
+        span: int,
+        run: list[Decision],
+        verdict: Decision,
+        ahead: Lookahead | None,
+        hidden: Hidden,
+        total: Hidden,
     ) -> Hidden:
-        """Carry the hidden state over a run of spans in one addition."""
+        """Carry the hidden state over a run of spans by adding their total."""
         stop = span + len(run)
-        self._close_stretch(hidden, span)
+        self.chained = -1
         if verdict.action is Action.COMPUTE:
             self.verdict = (stop, verdict)
             arriving = ahead.at(stop) if ahead is not None and self.storing else None
@@ -235,7 +269,6 @@ class Walk:
         began = perf_counter()
         last = self.row.entries[stop - 1]
         assert last is not None
-        total = self.row.total(span, stop)
         out = tuple(torch.add(h, r).to(d) for h, r, d in zip(hidden, total, last.dtypes, strict=True))
         self.engine.clock.replayed(perf_counter() - began)
         refresh = self.policy.sampling is not None and self.policy.sampling.refresh_on_replay
@@ -260,7 +293,15 @@ class Walk:
                 f"block {index} takes {[list(h.shape) for h in hidden]}, block 0 {[list(s) for s in self.shapes]}: "
                 "only blocks that share one shape can be cached."
             )
-        fingerprint = self._fingerprint(index, hidden) if self.looks and self.storing else None
+        fingerprint = None
+        if self.looks and self.storing:
+            waiting = self.row.waiting(self.stamp)
+            if waiting and any(map(self._will_look, waiting)):
+                self.row.derive(self.sampler)
+            else:
+                self.row.give_up(waiting)
+            if self.chained != span or (self.known is not None and self.known[0] == index):
+                fingerprint = self._fingerprint(index, hidden)
         before = tuple(h.clone() for h in hidden) if index in self.engine.in_place else hidden
         self.open = _Open(span, before, Witness(before, self.sampler, self.probing), fingerprint)
 
@@ -285,8 +326,8 @@ class Walk:
         if aliased or not opened.witness.untouched():
             self.engine.in_place.add(cell.start)
             self.row.entries[span] = self.stretch = None
+            self.chained = -1
             return
-        arriving = self.sampler(after) if self.looks else None
         began = perf_counter()
         kept = self.row.keep(
             span,
@@ -296,9 +337,9 @@ class Walk:
             snapshot=self._snapshot(),
             stamp=self.stamp,
             fingerprint=opened.fingerprint,
-            health=arriving.sum() if arriving is not None and self.sampler.complete else None,
+            pending=self.looks and opened.fingerprint is None,
         )
-        self.known = None if arriving is None else (cell.stop, arriving)
+        self.chained = span + 1 if kept and self._adjoins(span + 1) else -1
         if not kept:
             self.stretch = None
         elif self.stretch is None and not self.engine.recycles:
