@@ -155,6 +155,14 @@ def test_ctrl_c_keeps_the_chunks_that_all_lanes_finished(world: World, take: Tak
     assert len(outcome.full["front"]) == len(outcome.cached["front"]) == len(outcome.truth["front"]) == 10
 
 
+def test_time_budget_ends_a_rollout_after_whole_cycles(world: World) -> None:
+    take = make_take(world, "highway", chunks=12, draw=noise_frames)
+    outcome = _run(world, take, cached_plan("xcache"), seconds=0.0)
+    assert not outcome.interrupted
+    assert len(outcome.result["decisions"]["chunks"]) == 9
+    assert len(outcome.result["fidelity"]["trace"]) == len(outcome.truth["rear"]) == 18
+
+
 def test_ctrl_c_before_anything_was_measured(world: World, take: Take) -> None:
     def stop(n: int, lanes: Sequence[Lane]) -> None:
         raise KeyboardInterrupt

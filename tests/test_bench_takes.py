@@ -6,10 +6,7 @@ import pytest
 import torch
 from street_doubles import noise_frames, random_world
 
-from rollcache.bench.budget import fitting
-from rollcache.bench.lanes import FULL, Plan
 from rollcache.bench.takes import Injection, make_take
-from rollcache.measure import PassTimes
 from rollcache.street.drives import DriveError
 from rollcache.street.protocol import Protocol
 
@@ -67,20 +64,3 @@ def test_injection_outside_the_rollout(chunk: int) -> None:
 def test_bad_arguments(scenario: str, chunks: int, seed: int, culprit: str) -> None:
     with pytest.raises(ValueError, match=culprit):
         make_take(random_world(), scenario, chunks=chunks, seed=seed, draw=noise_frames)
-
-
-def test_a_cut_take_is_the_beginning_of_the_whole_one() -> None:
-    take = make_take(random_world(), "highway", chunks=8, draw=noise_frames)
-    cut = take.first(5)
-    assert torch.equal(cut.actions, take.actions[:5]) and cut.start is take.start
-    assert len(cut.drive) == 16 + 10 and len(cut.truth["front"]) == 10
-    assert torch.equal(cut.injected(Injection("brake", 4)).actions[:4], take.actions[:4])
-
-
-def test_slow_machines_get_fewer_whole_cycles() -> None:
-    plans, protocol = [FULL, Plan(key="frozen", label="", frozen=True)], Protocol()
-    times = PassTimes(blocks=(0.1,) * 10, outside=0.0, commit=0.0)  # 4 seconds a chunk, 5.4 with the frozen window
-    assert fitting(33, 1000.0, times, plans, protocol) == 33
-    assert fitting(33, 30 + 5.4 * 20, times, plans, protocol) == 17
-    assert fitting(33, 0.0, times, plans, protocol) == 9
-    assert fitting(5, 0.0, times, plans, protocol) == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def compare(
     floors: Sequence[Plan] = (),
     perceptual: Perceptual | None = None,
     profile: bool = True,
-    times: PassTimes | None = None,
+    seconds: float | None = None,
     reload: Callable[[str], World],
     on_chunk: OnChunk | None = None,
     on_stage: Stage | None = None,
@@ -84,7 +85,8 @@ def compare(
         floors: full compute with a tiny difference; not timed.
         perceptual: which perceptual metrics; controls are scored on a third of the frames.
         profile: measure the similarity of generation steps on the first floor lane (or on an extra run without one).
-        times: costs of passes and blocks; measured here by default.
+        seconds: stop generating after about this time, at the end of a chunk that follows whole KV cycles (two at
+            least), so that slow machines get a shorter drive.
         reload: makes the world in another precision.
         on_chunk: progress, after every chunk.
         on_stage: progress, names what is being done.
@@ -94,9 +96,9 @@ def compare(
     """
     say = on_stage or (lambda _: None)
     perceptual = perceptual or Perceptual()
-    if times is None:
-        say("timing blocks")
-        times = measure_passes(world, take, protocol)
+    began, every = time.monotonic(), protocol.kv_every
+    say("timing blocks")
+    times = measure_passes(world, take, protocol)
     lanes = [open_lane(world, take, protocol, plan, reload=reload) for plan in (FULL, cached, *controls)]
     floor_lanes: list[Lane] = []
     watched: World | None = None
@@ -108,8 +110,20 @@ def compare(
     profiler = Profiler(watched.model) if watched is not None else None
     say("generating")
     with profiler or nullcontext():
-        finished = race([*lanes, *floor_lanes], take.actions, on_chunk)
+        finished = race(
+            [*lanes, *floor_lanes],
+            take.actions,
+            on_chunk,
+            lambda done: (
+                seconds is not None
+                and time.monotonic() - began > seconds
+                and done > 2 * every
+                and done % every == 1 % every
+            ),
+        )
     chunks = len(lanes[0].seconds)
+    if finished and chunks < take.chunks:
+        say(f"stopped after {chunks} of {take.chunks} chunks to stay within the time budget")
     if not finished:
         if chunks < 2:
             raise KeyboardInterrupt
@@ -128,6 +142,7 @@ def compare(
         "interrupted": not finished,
         "take": take.describe(),
         "protocol": {**plain(protocol), "text": protocol.describe()},
+        "chunks": chunks,
         "counted": window.describe(),
         "policy": {"key": cached.key, "label": cached.label, "settings": _settings(cached)},
         "timing": main,

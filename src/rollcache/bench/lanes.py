@@ -140,8 +140,19 @@ def clone(world: World) -> World:
     )
 
 
-def race(lanes: Sequence[Lane], actions: Tensor, on_chunk: OnChunk | None = None) -> bool:
+def race(
+    lanes: Sequence[Lane],
+    actions: Tensor,
+    on_chunk: OnChunk | None = None,
+    enough: Callable[[int], bool] | None = None,
+) -> bool:
     """Run all lanes over `actions` [chunks, frames, 2]; who goes first turns every chunk, odd chunks run backwards.
+
+    Args:
+        lanes: what runs.
+        actions: one entry per generation step.
+        on_chunk: called after every chunk.
+        enough: asked after every chunk with the number of finished ones; True ends the race there.
 
     Returns:
         False when Ctrl-C ended it early; every lane then holds the same number of finished chunks.
@@ -154,6 +165,8 @@ def race(lanes: Sequence[Lane], actions: Tensor, on_chunk: OnChunk | None = None
             done = n + 1
             if on_chunk is not None:
                 on_chunk(n, lanes)
+            if enough is not None and enough(done):
+                break
     except KeyboardInterrupt:
         for lane in lanes:
             lane.cut(done)

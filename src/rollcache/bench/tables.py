@@ -138,6 +138,11 @@ def notes(scenarios: Mapping[str, Result]) -> list[str]:
         "process. Ceiling: what this skip allows at most, from measured block and pass times; reached: speedup / "
         "ceiling. Gate: share of the cached run spent deciding.",
     ]
+    lines += [
+        f"{name}: {s['chunks']} of {s['take']['chunks']} chunks{'' if s['interrupted'] else ', the time budget was used up'}."
+        for name, s in scenarios.items()
+        if s["chunks"] < s["take"]["chunks"]
+    ]
     reasons = {s["fidelity"]["metrics"].get("lpips", {}).get("reason") for s in scenarios.values()} - {None}
     lines += [f"LPIPS: n/a. {reason}" for reason in sorted(reasons)]
     return lines

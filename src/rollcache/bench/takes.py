@@ -101,13 +101,6 @@ class Take:
         """Which generated frames turn: bool [T]."""
         return self.yaw_rate.abs() > TURNING
 
-    def first(self, chunks: int) -> Take:
-        """The same take, cut after `chunks` generation steps."""
-        frames = chunks * self.actions.shape[1]
-        rows = len(self.drive) - (self.chunks - chunks) * self.actions.shape[1]
-        truth = {group: x[:frames] for group, x in self.truth.items()}
-        return replace(self, drive=self.drive.first(rows), actions=self.actions[:chunks], truth=truth)
-
     def injected(self, injection: Injection) -> Take:
         """The same start, then the same drive with `injection`. The truth stays that of the planned drive."""
         per_step = self.actions.shape[1]
