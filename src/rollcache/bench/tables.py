@@ -139,7 +139,8 @@ def notes(scenarios: Mapping[str, Result]) -> list[str]:
         "ceiling. Gate: share of the cached run spent deciding.",
     ]
     lines += [
-        f"{name}: {s['chunks']} of {s['take']['chunks']} chunks{'' if s['interrupted'] else ', the time budget was used up'}."
+        f"{name}: {s['chunks']} of {s['take']['chunks']} chunks"
+        f"{'' if s['interrupted'] else ', the time budget was used up'}."
         for name, s in scenarios.items()
         if s["chunks"] < s["take"]["chunks"]
     ]
