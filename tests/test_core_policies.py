@@ -50,6 +50,7 @@ def reason(config: XCache | WindowReuse, seen: Evidence, cell: Cell = CELL) -> R
         ("front_blocks", 1.5),
         ("front_blocks", True),
         ("back_blocks", -1),
+        ("span_blocks", 0),
         ("warmup_chunks", -1),
         ("max_staleness", -1),
         ("fingerprint_tokens", 0),
@@ -126,6 +127,15 @@ def test_anchors_must_leave_a_block() -> None:
 )
 def test_xcache_decides_by_schedule_then_conditions_then_similarity(seen: Evidence, expected: Reason) -> None:
     assert reason(XCache(), seen) is expected
+
+
+def test_spans_cover_what_is_no_anchor() -> None:
+    def spans(**settings: int) -> list[tuple[int, int]]:
+        return [(s.start, s.stop) for s in XCache(**settings).build(8).spans]
+
+    assert spans(front_blocks=6) == [(6, 7), (7, 8)]
+    assert spans(span_blocks=3) == [(1, 4), (4, 7), (7, 8)]
+    assert spans(back_blocks=2, span_blocks=10) == [(1, 6)]
 
 
 def test_deciding_changes_nothing() -> None:

@@ -38,6 +38,8 @@ class XCache:
             adapter does not declare as a condition; 0 is about 18 % faster and safe only if every condition is
             declared.
         back_blocks: blocks that are always computed at the back (B_n).
+        span_blocks: consecutive blocks under one decision, taken at the input of the first. 1 is the paper's; more
+            divide the cost of the gate and the memory, and replay or compute such a span as a whole.
         warmup_chunks: chunks computed in full first (W), counted anew after a change of shape.
         max_staleness: replays in a row after which a block is computed (M). None is no limit.
         first_step: step 0 of every chunk: `off` gates it like the others, `on` computes it, `strict` replays it only
@@ -62,6 +64,7 @@ class XCache:
     max_deviation: float | None = 2.0
     front_blocks: int = 1
     back_blocks: int = 0
+    span_blocks: int = 1
     warmup_chunks: int = 1
     max_staleness: int | None = None
     first_step: FirstStep = "off"
@@ -96,6 +99,7 @@ class XCache:
         check_range("condition_tol", self.condition_tol, 0, optional=True)
         check_count("front_blocks", self.front_blocks)
         check_count("back_blocks", self.back_blocks)
+        check_count("span_blocks", self.span_blocks, 1)
         check_count("warmup_chunks", self.warmup_chunks)
         check_count("fingerprint_tokens", self.fingerprint_tokens, 1)
         check_count("min_frames", self.min_frames, 1)
@@ -128,7 +132,8 @@ class XCachePolicy(Policy):
         """Gate every block that is no anchor."""
         self.config = config
         self.warmup_chunks = config.warmup_chunks
-        self.spans = tuple(range(b, b + 1) for b in range(config.front_blocks, blocks - config.back_blocks))
+        stop, size = blocks - config.back_blocks, config.span_blocks
+        self.spans = tuple(range(b, min(b + size, stop)) for b in range(config.front_blocks, stop, size))
         self.sampling = Sampling(
             tokens=config.fingerprint_tokens,
             min_frames=config.min_frames,
