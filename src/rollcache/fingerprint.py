@@ -192,7 +192,8 @@ class Sampler:
         reductions elsewhere, since a matrix product may run in TF32 there.
         """
         if self.device.type == "cpu":
-            return [w @ _tokens(h).float() for w, h in zip(self.weights, hidden, strict=False)]
+            pairs = zip(self.weights, hidden, strict=False)
+            return [torch.stack([torch.mm(w, row) for row in _tokens(h).float()]) for w, h in pairs]
         return [_cameras(hidden[s.tensor], s).mean((2, 3), dtype=torch.float32) for s in self.segments]
 
 

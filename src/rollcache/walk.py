@@ -75,7 +75,7 @@ class Walk:
         self.resume = 0  # blocks before this one belong to a run that was replayed
         self.batch = len(self.cells)  # spans to compare at once
         self.open: _Open | None = None
-        self.stretch: _Open | None = None  # the first of the spans that were computed in a row
+        self.stretch: _Open | None = None  # the first span of those that nothing interrupted
         self.chained = -1  # the span whose fingerprint follows from the one stored last
         self.verdict: tuple[int, Decision] | None = None  # about the span that ended the last run
         self.known: tuple[int, Tensor] | None = None  # fingerprint of what enters a block
@@ -169,8 +169,6 @@ class Walk:
                 )
             run, verdict = self._plan(span, stop, ahead)
         self.verdict = None
-        if run:
-            self._close_stretch(hidden, span)
         while run:
             total = self.row.sound(span, span + len(run), self.engine.reduce)
             if total is not None:
@@ -349,7 +347,7 @@ class Walk:
         self.engine.clock.kept(perf_counter() - began)
 
     def _close_stretch(self, after: Hidden, stop: int) -> None:
-        """Spans computed in a row end here: what they added together is what came out less what went in."""
+        """A stretch ends here: what its spans added, computed or replayed, is what came out less what went in."""
         first, self.stretch = self.stretch, None
         if first is None or stop - first.span == 1:
             return
