@@ -160,7 +160,7 @@ def test_look_ahead_and_block_by_block_gating_take_the_same_decisions(config: XC
         assert ahead[0] == behind[0] == []
 
 
-SHUT: list[set[int]] = [set(), {2}, {1, 2}, set(), {0, 4}, {3}, {0, 1, 2}, {0}, set()]
+SHUT: list[set[int]] = [set(), {0}, {2}, {1, 2}, set(), {0, 4}, {3}, set()]
 """Blocks that are computed whatever the gate says, per chunk."""
 OPEN = XCache(min_cosine=-1, margin=2, max_deviation=None, front_blocks=0, condition_tol=None)
 
