@@ -101,6 +101,14 @@ def test_action_gate_runs_passes_only_where_the_action_moved(world: World, take:
     assert lane.passes == [4, 0, 0, 1, 4, 0, 4, 1, 4]
 
 
+def test_the_ceilings_parts_add_up_to_the_full_run(outcome: Outcome) -> None:
+    parts, timing = outcome.result["pass_seconds"], outcome.result["timing"]
+    chunks, steps, commits = 4, 4, 1
+    whole = chunks * steps * (sum(parts["blocks"]) + parts["outside"]) + commits * parts["commit"]
+    assert whole == pytest.approx(chunks * timing["full_seconds_per_chunk"])
+    assert len(parts["blocks"]) == 4 and min(*parts["blocks"], parts["commit"]) > 0
+
+
 def test_controls_and_floors(outcome: Outcome) -> None:
     result = outcome.result
     rows = {c["key"]: c for c in result["controls"]}

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollcache.bench.compare import lane_result
-from rollcache.bench.costs import measure_passes
+from rollcache.bench.costs import PassClock
 from rollcache.bench.decisions import Decisions, Window
 from rollcache.bench.fidelity import Cut, brief
-from rollcache.bench.lanes import FULL, Lane, OnChunk, Plan, open_lane, race
+from rollcache.bench.lanes import FULL, Lane, OnChunk, Plan, clone, open_lane, race
 from rollcache.measure import structural_skip
 from rollcache.passes import RollcacheWarning
 from rollcache.policies import XCache
@@ -93,13 +93,15 @@ def ablate(
     plans = [FULL, *(row.plan for row in table)]
     if any(plan.one_noise for plan in plans):
         plans.append(Plan(key="full-one-noise", label="full compute, noise never new", one_noise=True))
-    times = measure_passes(world, take, protocol)
-    lanes = {plan.key: open_lane(world, take, protocol, plan, reload=reload) for plan in plans}
-    finished = race(list(lanes.values()), take.actions, on_chunk)
+    home = clone(world)
+    lanes = {p.key: open_lane(home if p is FULL else world, take, protocol, p, reload=reload) for p in plans}
+    with PassClock(home) as clock:
+        finished = race(list(lanes.values()), take.actions, on_chunk)
     chunks = len(lanes[FULL.key].seconds)
     if chunks < 2:
         raise KeyboardInterrupt
     window = Window.of(chunks, protocol)
+    times = clock.times(window, lanes[FULL.key].seconds)
     cut = Cut.of(take, protocol, window.first, chunks)
     frames = {key: world.decode(torch.cat(lane.latents)) for key, lane in lanes.items()}
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rollcache.bench.costs import measure_passes
+from rollcache.bench.costs import PassClock
 from rollcache.bench.decisions import Decisions, Window
 from rollcache.bench.fidelity import Cut, Perceptual, brief, fidelity, psnr_trace
 from rollcache.bench.lanes import FULL, Lane, OnChunk, Plan, clone, open_lane, race
@@ -97,30 +97,23 @@ def compare(
     say = on_stage or (lambda _: None)
     perceptual = perceptual or Perceptual()
     began, every = time.monotonic(), protocol.kv_every
-    say("timing blocks")
-    times = measure_passes(world, take, protocol)
-    lanes = [open_lane(world, take, protocol, plan, reload=reload) for plan in (FULL, cached, *controls)]
-    floor_lanes: list[Lane] = []
-    watched: World | None = None
-    for plan in floors:
-        home = world
-        if profile and plan.dtype is None and watched is None:
-            watched = home = clone(world)
-        floor_lanes.append(open_lane(home, take, protocol, plan, reload=reload))
+    full_home = clone(world)
+    lanes = [open_lane(full_home, take, protocol, FULL, reload=reload)]
+    lanes += [open_lane(world, take, protocol, plan, reload=reload) for plan in (cached, *controls)]
+    watched = clone(world) if profile and any(plan.dtype is None for plan in floors) else None
+    floor_lanes = [
+        open_lane(watched if watched is not None and plan.dtype is None else world, take, protocol, plan, reload=reload)
+        for plan in floors
+    ]
     profiler = Profiler(watched.model) if watched is not None else None
+
+    def enough(done: int) -> bool:
+        late = seconds is not None and time.monotonic() - began > seconds
+        return late and done > 2 * every and done % every == 1 % every
+
     say("generating")
-    with profiler or nullcontext():
-        finished = race(
-            [*lanes, *floor_lanes],
-            take.actions,
-            on_chunk,
-            lambda done: (
-                seconds is not None
-                and time.monotonic() - began > seconds
-                and done > 2 * every
-                and done % every == 1 % every
-            ),
-        )
+    with PassClock(full_home) as clock, profiler or nullcontext():
+        finished = race([*lanes, *floor_lanes], take.actions, on_chunk, enough)
     chunks = len(lanes[0].seconds)
     if finished and chunks < take.chunks:
         say(f"stopped after {chunks} of {take.chunks} chunks to stay within the time budget")
@@ -129,6 +122,7 @@ def compare(
             raise KeyboardInterrupt
         say(f"interrupted, measuring the {chunks} finished chunks (Ctrl-C again drops them)")
     window = Window.of(chunks, protocol)
+    times = clock.times(window, lanes[0].seconds)
     cut = Cut.of(take, protocol, window.first, chunks)
     say("decoding")
     frames = {lane.key: world.decode(torch.cat(lane.latents)) for lane in (*lanes, *floor_lanes)}

@@ -1,16 +1,21 @@
-"""Measured cost of the parts of a rollout at full compute, from which the ceiling follows."""
+"""Measured cost of the parts of a rollout at full compute, from which the ceiling follows.
+
+The stopwatches sit on the full-compute lane of the race itself, so the ceiling and the speedup beside it come from the
+same passes: a machine that gets slower or faster in between moves both alike.
+"""
 
 from __future__ import annotations
 
 import statistics
-import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
+from rollcache.bench.decisions import Window
 from rollcache.bench.lanes import clone
-from rollcache.measure import PassTimes
+from rollcache.measure import PassTimes, Stopwatch
 from rollcache.street.world import Session, World
 
 if TYPE_CHECKING:
@@ -18,86 +23,77 @@ if TYPE_CHECKING:
     from rollcache.street.protocol import Protocol
 
 
-def measure_passes(world: World, take: Take, protocol: Protocol, *, chunks: int | None = None) -> PassTimes:
-    """Run a few chunks at full compute on a copy of the model with a stopwatch around every block; medians.
+class PassClock:
+    """Stopwatches around a bare model and each of its blocks; a context manager.
+
+    They cost about a hundredth of a per cent of a pass, and no synchronisation on an accelerator.
 
     Args:
-        world: the bare world (its model gets no hook).
-        take: what is driven.
-        protocol: of the rollout.
-        chunks: chunks to run, default two KV cycles, at most those of the take. The first is not counted.
+        world: its model must take the keyword `where`, and run every block once in every pass.
     """
-    chunks = min(take.chunks, chunks or max(3, 2 * protocol.kv_every))
-    world = clone(world)
-    clock = _Clock(world.model)
-    session = Session(world, take.start, protocol, seed=take.seed)
-    clock.passes.clear()
-    outside: list[float] = []
-    try:
-        for n, action in enumerate(take.actions[:chunks]):
-            before = len(clock.passes)
-            emission = session.step(action)
-            new = clock.passes[before:]
-            if n == 0:
-                continue
-            commit = sum(p.whole for p in new if p.role == "commit")
-            blocks = sum(sum(p.blocks) for p in new if p.role == "denoise")
-            outside.append((emission.seconds - commit - blocks) / protocol.steps)
-    finally:
-        clock.close()
-    denoise = [p.blocks for p in clock.passes if p.role == "denoise"][protocol.steps :]
-    commits = [p.whole for p in clock.passes if p.role == "commit"]
-    return PassTimes(
-        blocks=tuple(statistics.median(column) for column in zip(*denoise, strict=True)),
-        outside=max(0.0, statistics.median(outside)),
-        commit=statistics.median(commits) if commits else 0.0,
-    )
 
+    def __init__(self, world: World) -> None:
+        self._model = world.model
+        self._passes: list[tuple[str, int]] = []  # role and chunk of every pass
+        self._whole, self._blocks = Stopwatch(world.device), Stopwatch(world.device)
+        self._open: dict[int, AbstractContextManager[None]] = {}
+        self._hooks: list[Any] = []
 
-class _Timed:
-    """One pass: its role, its seconds, and those of every block."""
-
-    def __init__(self, role: str) -> None:
-        self.role, self.began, self.whole = role, _now(), 0.0
-        self.blocks: list[float] = []
-
-
-class _Clock:
-    """Stopwatches around a model and its blocks."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.passes: list[_Timed] = []
-        self._began = 0.0
+    def __enter__(self) -> PassClock:
+        model = self._model
         self._hooks = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            model.register_forward_hook(self._leave),
+            model.register_forward_hook(lambda *_: self._stop(-1)),
         ]
-        for block in model.blocks:  # type: ignore[union-attr]
+        for i, block in enumerate(model.blocks):
             self._hooks += [
-                block.register_forward_pre_hook(self._enter_block),
-                block.register_forward_hook(self._leave_block),
+                block.register_forward_pre_hook(lambda *_, i=i: self._start(i, self._blocks)),
+                block.register_forward_hook(lambda *_, i=i: self._stop(i)),
             ]
+        return self
 
-    def close(self) -> None:
-        """Take the stopwatches away."""
+    def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
 
+    def times(self, window: Window, seconds: Sequence[float]) -> PassTimes:
+        """Mean costs over the chunks that count; they add up to the time of these chunks.
+
+        Args:
+            window: the chunks that count.
+            seconds: time in the transformer of every chunk, as the session told.
+        """
+        depth = len(self._model.blocks)
+        whole, laps = self._whole.laps(), self._blocks.laps()
+        passes = [(role, i) for i, (role, chunk) in enumerate(self._passes) if chunk in window.chunks]
+        blocks = [laps[i * depth : (i + 1) * depth] for role, i in passes if role == "denoise"]
+        commits = [whole[i] for role, i in passes if role == "commit"]
+        spent = sum(seconds[n] for n in window.chunks)
+        rest = spent - sum(commits) - sum(map(sum, blocks))
+        return PassTimes(
+            blocks=tuple(statistics.fmean(column) for column in zip(*blocks, strict=True)),
+            outside=max(0.0, rest / len(blocks)),
+            commit=statistics.fmean(commits) if commits else 0.0,
+        )
+
     def _enter(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self.passes.append(_Timed(kwargs["where"].role))
+        where = kwargs["where"]
+        self._passes.append((where.role, where.chunk))
+        self._start(-1, self._whole)
 
-    def _leave(self, *_: object) -> None:
-        self.passes[-1].whole = _now() - self.passes[-1].began
+    def _start(self, key: int, watch: Stopwatch) -> None:
+        self._open[key] = watch.lap()
+        self._open[key].__enter__()
 
-    def _enter_block(self, *_: object) -> None:
-        self._began = _now()
-
-    def _leave_block(self, *_: object) -> None:
-        self.passes[-1].blocks.append(_now() - self._began)
+    def _stop(self, key: int) -> None:
+        self._open.pop(key).__exit__(None, None, None)
 
 
-def _now() -> float:
-    """Seconds, all queued work done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def measure_passes(world: World, take: Take, protocol: Protocol) -> PassTimes:
+    """The same from a run of its own: two KV cycles, at most the take, at full compute on a copy of the model."""
+    chunks = min(take.chunks, max(3, 2 * protocol.kv_every))
+    world = clone(world)
+    with PassClock(world) as clock:
+        session = Session(world, take.start, protocol, seed=take.seed)
+        seconds = [session.step(action).seconds for action in take.actions[:chunks]]
+    return clock.times(Window.of(chunks, protocol), seconds)

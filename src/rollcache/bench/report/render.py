@@ -29,8 +29,8 @@ CAVEATS = (
     "always exact and never enter the skip rate; they do enter the time.",
     "Time is the transformer's alone, gates, replays and commit passes included; decoding, metrics and video are not. "
     "Full compute and the cached runs take turns chunk by chunk in one process, on separate copies of the model.",
-    "The ceiling assumes that skipped work, its gate and its replay cost nothing, with block and pass times measured "
-    "just before on the same machine. A few per cent above or below it are noise of the clock.",
+    "The ceiling assumes that skipped work, its gate and its replay cost nothing. Its block and pass times are those "
+    "of the full-compute run beside it.",
     "All fidelity is against full compute with the same seed, noise, actions and protocol. It says nothing about how "
     "good the world model is: see its distance from the rendered truth.",
     "Videos on this page are compressed for watching; every number comes from the raw decoded frames.",
