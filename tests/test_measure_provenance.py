@@ -143,3 +143,15 @@ def test_targets_that_cannot_be_files_are_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WriteError, match="cannot write"):
         write_atomic(tmp_path / "file" / "below", "x")
+
+
+def test_writing_follows_links_and_never_replaces_a_device_or_a_pipe(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "target.txt", tmp_path / "link.txt", tmp_path / "pipe"
+    link.symlink_to(target)
+    write_atomic(link, "text")
+    assert link.is_symlink()
+    assert target.read_text() == "text"
+    os.mkfifo(pipe)
+    with pytest.raises(WriteError, match="name a regular file"):
+        write_atomic(pipe, "text")
+    assert pipe.is_fifo()

@@ -260,6 +260,8 @@ def enable(
         reduce=reduce,
         lookahead=lookahead,
     )
+    if marks is not None:
+        marks.last_chunk = engine.last_chunk
     return Cache(engine, marks)
 
 

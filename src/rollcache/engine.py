@@ -178,6 +178,11 @@ class Engine:
         self.rollouts.move_to_end(key)
         return state
 
+    def last_chunk(self, key: Hashable) -> int:
+        """Index of the chunk at which a rollout stands, -1 before its first."""
+        state = self.rollouts.get(key)
+        return -1 if state is None or state.chunk is None else state.chunk
+
     def fork(self, source: Hashable, target: Hashable) -> None:
         """Copy the state of a rollout."""
         if source not in self.rollouts:

@@ -15,7 +15,7 @@ with cache.rollout():
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,8 @@ class Marks:
 
     def __init__(self) -> None:
         """Outside of any rollout."""
+        self.last_chunk: Callable[[Hashable], int] = lambda key: -1
+        """Where a rollout stopped; -1 for one that is new, was reset, or had to make room."""
         self._rollouts = 0
         self._rollout: Hashable | None = None
         self._chunk = -1
@@ -45,7 +47,7 @@ class Marks:
             raise RollcacheError("rollout() inside a rollout: leave the first one before.")
         self._rollouts += 1
         self._rollout = ("rollout", self._rollouts) if key is None else key
-        self._chunk = -1
+        self._chunk = self.last_chunk(self._rollout)
         try:
             yield
         finally:

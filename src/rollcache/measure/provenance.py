@@ -137,25 +137,30 @@ def plain(value: object) -> Any:
 def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
     """Write a file so that readers see the old one or the new one, never a part: temporary file, sync, rename.
 
-    Missing folders are made. On any failure, a full disk included, the temporary file is removed.
+    Missing folders are made, links followed; a device or a pipe is refused. On any failure, a full disk included, the
+    temporary file is removed.
 
     Args:
         path: Where to write.
         content: Text (written as UTF-8) or bytes.
 
     Returns:
-        The path written.
+        The path written, links resolved.
 
     Raises:
         WriteError: the file could not be written, with the reason and, when it is space, how much is needed.
     """
     target = Path(path)
+    if target.is_symlink():
+        target = target.resolve()
     data = content.encode() if isinstance(content, str) else content
     temporary: str | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if target.exists() and not target.is_file():
+            raise OSError(errno.EINVAL, "it is a device or a pipe, which would be replaced: name a regular file")
         handle, temporary = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=".part", dir=target.parent)
         with open(handle, "wb") as file:
             file.write(data)
