@@ -193,26 +193,28 @@ def test_a_call_that_the_adapter_does_not_claim_passes_through() -> None:
     assert cache.stats().passes == {}
 
 
-def test_a_keyed_rollout_goes_on_where_it_stopped() -> None:
+def test_a_resumed_rollout_goes_on_where_it_stopped() -> None:
     """Two rollouts take turns, each left and entered again for every chunk."""
     model = doubling(3)
     cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks)
     for _ in range(6):
         for key in ("a", "b"):
-            with cache.rollout(key), cache.chunk():
+            with cache.rollout(key, resume=True), cache.chunk():
                 cache.step()
                 model(torch.ones(1, 4, 2))
     assert cache.stats().skip_rate == 1
     assert model.calls == [2] * 3
     cache.reset("a")
-    with cache.rollout("a"), cache.chunk() as where:
+    with cache.rollout("a", resume=True), cache.chunk() as where:
         assert where.chunk == 0
         cache.step()
         model(torch.ones(1, 4, 2))
     assert model.calls == [3] * 3
     cache.fork("b", "c")
-    with cache.rollout("c"), cache.chunk() as where:
+    with cache.rollout("c", resume=True), cache.chunk() as where:
         assert where.chunk == 6
         cache.step()
         model(torch.ones(1, 4, 2))
     assert model.calls == [3] * 3
+    with pytest.raises(RollcacheError, match="needs the key"), cache.rollout(resume=True):
+        pass

@@ -64,9 +64,9 @@ class Cache:
         """Say that weights changed in a way PyTorch cannot tell: by a kernel of one's own, or under inference mode."""
         self._engine.touch_weights()
 
-    def rollout(self, key: Hashable | None = None) -> AbstractContextManager[None]:
+    def rollout(self, key: Hashable | None = None, *, resume: bool = False) -> AbstractContextManager[None]:
         """See `Marks.rollout`."""
-        return self._mark().rollout(key)
+        return self._mark().rollout(key, resume=resume)
 
     def chunk(self, index: int | None = None, **settings: Any) -> AbstractContextManager[Pass]:
         """See `Marks.chunk`."""

@@ -41,13 +41,21 @@ class Marks:
         self._mark: Pass | None = None
 
     @contextmanager
-    def rollout(self, key: Hashable | None = None) -> Iterator[None]:
-        """One continuous generation. Without a `key` it is new; with one it goes on where that key stopped."""
+    def rollout(self, key: Hashable | None = None, *, resume: bool = False) -> Iterator[None]:
+        """One continuous generation, which begins at chunk 0 and reuses nothing of another one.
+
+        Args:
+            key: name of the rollout; by default one that nothing else has.
+            resume: go on where the rollout `key` was left, for loops that leave it between chunks, as several rollouts
+                that take turns on one model do. A key that is new, was reset, or had to make room begins at chunk 0.
+        """
+        if resume and key is None:
+            raise RollcacheError("rollout(resume=True) needs the key of the rollout that goes on.")
         if self._rollout is not None:
             raise RollcacheError("rollout() inside a rollout: leave the first one before.")
         self._rollouts += 1
         self._rollout = ("rollout", self._rollouts) if key is None else key
-        self._chunk = self.last_chunk(self._rollout)
+        self._chunk = self.last_chunk(self._rollout) if resume else -1
         try:
             yield
         finally:
