@@ -8,7 +8,7 @@ from math import inf, isfinite, nan
 import torch
 from torch import Tensor
 
-from rollcache.passes import ZERO_NORM, Condition
+from rollcache.passes import ZERO_NORM, Condition, usable
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def _moved(condition: Condition, then: Tensor) -> Moved:
     if now.device.type == "cpu" and torch.equal(now, then) and bool(torch.isfinite(now).all()):
         return UNMOVED
     change = now - then
-    in_units = change if condition.scale is None else change / condition.scale.to(now.device).float()
+    in_units = change if condition.scale is None else _in_units(change, condition.scale.to(now.device))
     numbers = torch.stack(((now * now).sum(), (then * then).sum(), (now * then).sum(), (change * change).sum()))
     square_now, square_then, dot, square_change, largest = torch.cat((numbers, in_units.abs().amax()[None])).tolist()
     if not isfinite(square_now + square_then + largest):
@@ -70,3 +70,8 @@ def _moved(condition: Condition, then: Tensor) -> Moved:
     if square_change < ZERO_NORM**2:
         return Moved(0.0, cosine)
     return Moved((square_change / square_then) ** 0.5 if square_then else inf, cosine)
+
+
+def _in_units(change: Tensor, scale: Tensor) -> Tensor:
+    """A change in units of its scale. Not-a-number where that is no scale: divided by infinity nothing would move."""
+    return change / scale.float().where(usable(scale), nan)

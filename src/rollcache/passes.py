@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -82,15 +82,61 @@ class Condition:
 
     Attributes:
         name: for messages.
-        value: any tensor whose shape stays the same during a rollout. A tensor on the host saves a synchronisation.
+        value: any real tensor whose shape stays the same during a rollout. A tensor on the host saves a
+            synchronisation. Where it is not finite the blocks are computed.
         scale: typical size of a change, broadcastable to `value` (for actions: their standard deviation). It makes the
             scaled test `max|value - stored| / scale` see a change in any dimension, whatever its unit. Without it the
             test is the relative change of the whole vector, `|value - stored| / |stored|`, in which small units drown.
+
+    Raises:
+        TypeError: the name is no string, or the value or the scale no real tensor.
+        ValueError: the value is empty, or the scale does not broadcast to it or is not positive and finite. An
+            accelerator is not waited for: a scale that lives on one is checked when it is used, and a wrong one makes
+            the blocks compute.
     """
 
     name: str
     value: Tensor
     scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"the name of a condition must be a string, got {type(self.name).__name__}.")
+        _check_real(f"the value of condition {self.name!r}", self.value)
+        if not self.value.numel():
+            raise ValueError(f"the value of condition {self.name!r} is empty; leave the condition out.")
+        if self.scale is None:
+            return
+        _check_real(f"the scale of condition {self.name!r}", self.scale)
+        if not _broadcasts(self.scale, self.value):
+            raise ValueError(
+                f"the scale of condition {self.name!r} has shape {list(self.scale.shape)}, which does not broadcast to "
+                f"that of its value, {list(self.value.shape)}."
+            )
+        if self.scale.device.type == "cpu" and not bool(usable(self.scale).all()):
+            raise ValueError(
+                f"the scale of condition {self.name!r} must be positive and finite, got {self.scale.tolist()}: it is "
+                "the typical size of a change."
+            )
+
+
+def usable(scale: Tensor) -> Tensor:
+    """Where a scale can be divided by, in the float32 of the comparison."""
+    scale = scale.float()
+    return (scale > 0) & scale.isfinite()
+
+
+def _check_real(what: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{what} must be a tensor, got {type(value).__name__}: write torch.tensor(...).")
+    if value.is_complex():
+        raise TypeError(f"{what} must be real, got {value.dtype}: use torch.view_as_real.")
+
+
+def _broadcasts(small: Tensor, large: Tensor) -> bool:
+    """Whether `small` broadcasts to the shape of `large` without making it any larger."""
+    pairs = zip(reversed(small.shape), reversed(large.shape), strict=False)
+    return small.ndim <= large.ndim and all(s in (1, n) for s, n in pairs)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

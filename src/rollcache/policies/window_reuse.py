@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite, nan
+from math import inf, isfinite, nan
 
 from rollcache.decision import Action, Decision, Reason, Record
 from rollcache.fingerprint import Sampling
@@ -84,7 +84,7 @@ class WindowReusePolicy(Policy):
         if config.max_staleness is not None and evidence.replays >= config.max_staleness:
             return Decision(Action.COMPUTE, Reason.STALE)
         distance = evidence.moved.distance
-        if not distance <= config.condition_tol:
+        if distance == inf or not distance <= config.condition_tol:
             reason = Reason.CONDITION if distance == distance else Reason.NOT_FINITE
             return Decision(Action.COMPUTE, reason, condition_distance=distance)
         if config.min_cosine is None:

@@ -149,7 +149,7 @@ class XCachePolicy(Policy):
         forced = self._forced(cell, evidence)
         if config.condition_tol is not None and (forced is None or config.ema_on_forced):
             distance = evidence.moved.distance
-            if forced is None and not distance <= config.condition_tol:
+            if forced is None and (distance == inf or not distance <= config.condition_tol):
                 forced = Reason.CONDITION if distance == distance else Reason.NOT_FINITE
         if forced is not None and not config.ema_on_forced:
             return Decision(Action.COMPUTE, forced, condition_distance=distance)
@@ -215,7 +215,7 @@ def explain(record: Record, max_deviation: float | None, condition_tol: float | 
         )
         facts.append(f"deviation {record.deviation:.3g}{limit}")
     if record.condition_distance == record.condition_distance and condition_tol is not None:
-        sign = ">" if record.condition_distance > condition_tol else "<="
+        sign = "<=" if inf > record.condition_distance <= condition_tol else ">"
         facts.append(f"conditions moved by {record.condition_distance:.3g} {sign} {condition_tol:g}")
     since = "" if record.source is None else f", compared with chunk {record.source}"
     last = record.block + record.blocks - 1
