@@ -183,9 +183,18 @@ def test_a_stored_residual_does_not_change_when_the_model_reuses_its_tensors() -
     assert list(handle.trace)[-1].action is Action.REPLAY
 
 
-def test_wrong_settings_of_enable_are_named() -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("memory_budget", bad) for bad in (-1, "1 GB", float("nan"), float("inf"), 2e9, True)]
+    + [(name, bad) for name in ("max_rollouts", "trace_capacity") for bad in (0, -1, "4", 1.5, True)],
+)
+def test_a_setting_of_enable_out_of_range_is_named(name: str, value: Any) -> None:
     model = doubling(2)
-    with pytest.raises(ValueError, match=r"max_rollouts \(0\)"):
-        rollcache.enable(model, EAGER, blocks=model.blocks, max_rollouts=0)
+    with pytest.raises(ValueError, match=f"^{name} must be an integer of at least [01], got "):
+        rollcache.enable(model, EAGER, blocks=model.blocks, **{name: value})
+    assert "forward" not in vars(model)
+
+
+def test_what_is_no_module_is_named() -> None:
     with pytest.raises(TypeError, match="takes a torch module, got list"):
         rollcache.enable([], EAGER)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from rollcache.marks import Marks
 from rollcache.passes import Cell, Pass, RollcacheError
 from rollcache.policies.base import Evidence, PolicyConfig
 from rollcache.rollout import Rollout
+from rollcache.settings import check_count
 from rollcache.store import Reduce
 
 
@@ -232,6 +233,7 @@ def enable(
 
     Raises:
         RollcacheError: the model, its blocks or the settings do not fit; the model is then untouched.
+        ValueError: a setting is out of its range; likewise.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"enable() takes a torch module, got {type(model).__name__}.")
@@ -239,8 +241,10 @@ def enable(
         raise TypeError(f"enable() takes the settings of a method, e.g. XCache(), got {policy!r}.")
     if reduce is not None and memory_budget is not None:
         raise RollcacheError("memory_budget= with reduce= could make ranks store different cells, and then disagree.")
-    if max_rollouts < 1 or trace_capacity < 1:
-        raise ValueError(f"max_rollouts ({max_rollouts}) and trace_capacity ({trace_capacity}) must be at least 1.")
+    if memory_budget is not None:
+        check_count("memory_budget", memory_budget)
+    check_count("max_rollouts", max_rollouts, 1)
+    check_count("trace_capacity", trace_capacity, 1)
     marks = None
     if blocks is not None:
         if adapter is not None:

@@ -9,7 +9,8 @@ from rollcache.decision import Action, Decision, Reason, Record
 from rollcache.fingerprint import Sampling
 from rollcache.passes import Cell
 from rollcache.policies.base import Evidence, Policy
-from rollcache.policies.xcache import Protect, check_choice, check_count, check_range, explain, warn_unprotected
+from rollcache.policies.xcache import Protect, explain, warn_unprotected
+from rollcache.settings import check_choice, check_count, check_range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from math import inf, isfinite, nan
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from rollcache.decision import Action, Decision, Reason, Record
 from rollcache.fingerprint import Sampling
 from rollcache.passes import Cell, RollcacheError, RollcacheWarning
 from rollcache.policies.base import Evidence, Policy
+from rollcache.settings import check_choice, check_count, check_range
 
 Protect = Literal["chunk", "pass", "off"]
 FirstStep = Literal["off", "on", "strict", "auto"]
@@ -225,27 +226,6 @@ def explain(record: Record, max_deviation: float | None, condition_tol: float | 
         f"Chunk {record.chunk}, step {record.step}, {blocks} ({record.branch}): {did}, {record.reason}"
         f"{': ' if facts else ''}{', '.join(facts)}{since if facts else ''}."
     )
-
-
-def check_range(name: str, value: float | None, low: float, high: float = float("inf"), optional: bool = False) -> None:
-    """Raise `ValueError` unless `low <= value <= high`."""
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        bounds = f"in [{low:g}, {high:g}]" if isfinite(high) else f"at least {low:g}"
-        raise ValueError(f"{name} must be {bounds}{' or None' if optional else ''}, got {value!r}.")
-
-
-def check_count(name: str, value: int, low: int = 0) -> None:
-    """Raise `ValueError` unless `value` is an integer of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}.")
-
-
-def check_choice(name: str, value: str, choices: Any) -> None:
-    """Raise `ValueError` unless `value` is one of a `Literal`."""
-    if value not in get_args(choices):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}.")
 
 
 def warn_unprotected(protect: Protect) -> None:
