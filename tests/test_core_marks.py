@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dummies import doubling, mixing
@@ -218,3 +221,119 @@ def test_a_resumed_rollout_goes_on_where_it_stopped() -> None:
     assert model.calls == [3] * 3
     with pytest.raises(RollcacheError, match="needs the key"), cache.rollout(resume=True):
         pass
+
+
+def test_a_context_that_was_left_is_not_entered_again() -> None:
+    model = doubling(1)
+    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks)
+    rollout = cache.rollout()
+    with rollout:
+        chunk = cache.chunk()
+        with chunk:
+            pass
+        with (
+            pytest.raises(RollcacheError, match=r"one chunk\(\) was entered twice: write `with cache\.chunk\(\):`"),
+            chunk,
+        ):
+            pass
+        with pytest.raises(RollcacheError, match=r"one rollout\(\) was entered twice"), rollout:
+            pass
+        with cache.chunk() as where:
+            assert where.chunk == 1
+    with pytest.raises(RollcacheError, match=r"one rollout\(\) was entered twice"), rollout:
+        pass
+
+
+@pytest.mark.parametrize("bad", ["a", 1.0, True, -1, torch.tensor(1)])
+def test_an_index_is_an_integer_from_0(bad: Any) -> None:
+    model = doubling(1)
+    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks)
+    with cache.rollout():
+        with pytest.raises(RollcacheError, match=r"chunk\(\) takes an index, .* at least 0, got"), cache.chunk(bad):
+            pass
+        with cache.chunk() as where:
+            assert where.chunk == 0
+            with pytest.raises(RollcacheError, match=r"step\(\) takes an index, .* at least 0, got"):
+                cache.step(bad)
+            cache.step()
+            model(torch.ones(1, 4, 2))
+    assert [r.step for r in cache.trace] == [0]
+
+
+def test_an_index_of_numpy_is_a_plain_one() -> None:
+    model = doubling(1)
+    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks)
+    with cache.rollout():
+        for n in np.arange(2):
+            with cache.chunk(n) as where:
+                assert type(where.chunk) is int
+                cache.step(np.int64(0))
+                model(torch.ones(1, 4, 2))
+    assert cache.stats().skipped == 1
+
+
+def test_a_chunk_does_not_go_back_in_its_rollout() -> None:
+    """In another rollout of the same key it does, and starts that afresh."""
+    model = doubling(1)
+    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks)
+
+    def run(index: int) -> None:
+        with cache.chunk(index):
+            cache.step()
+            model(torch.ones(1, 4, 2))
+
+    with cache.rollout("a"):
+        run(3)
+        for index in (3, 2, 0):
+            with pytest.raises(RollcacheError, match=rf"chunk\({index}\) after chunk 3: the index only grows"):
+                run(index)
+        run(4)
+    assert model.calls == [1]
+    with cache.rollout("a", resume=True):
+        with pytest.raises(RollcacheError, match=r"chunk\(4\) after chunk 4"):
+            run(4)
+        run(5)
+    assert model.calls == [1]
+    for index in (5, 3):
+        with cache.rollout("a"):
+            run(index)
+    assert model.calls == [3]
+
+
+def test_a_mark_is_for_the_thread_that_made_it() -> None:
+    model = doubling(1)
+    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks)
+
+    def call() -> None:
+        with torch.no_grad():
+            model(torch.ones(1, 4, 2))
+
+    with ThreadPoolExecutor(thread_name_prefix="worker") as pool, cache.rollout(), cache.chunk():
+        cache.step()
+        with pytest.raises(RollcacheError, match=r"called in thread 'worker_0' after step\(\) in thread 'MainThread'"):
+            pool.submit(call).result()
+        assert model.calls == [0]
+        call()  # the mark is still there
+        pool.submit(cache.commit).result()
+        with pytest.raises(RollcacheError, match=r"in thread 'MainThread' after commit\(\) in thread 'worker_0'"):
+            call()
+        pool.submit(call).result()
+    assert cache.stats().passes == {"denoise": 1, "commit": 1}
+
+
+def test_a_model_that_runs_is_not_called_from_another_thread() -> None:
+    model = doubling(2)
+    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks)
+
+    def call() -> None:
+        with torch.no_grad():
+            cache.step()
+            model(torch.ones(1, 4, 2))
+
+    def run() -> None:
+        with ThreadPoolExecutor() as pool, cache.rollout(), cache.chunk():
+            model.between = lambda i, h: pool.submit(call).result() if i == 1 else h
+            call()
+
+    with pytest.raises(RollcacheError, match=r"called while it runs, .* from another thread"):
+        run()

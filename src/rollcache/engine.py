@@ -236,7 +236,10 @@ class Engine:
     def _forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One forward of the model."""
         if self._busy:
-            raise RollcacheError("the model was called from inside its own forward; rollcache cannot follow that.")
+            raise RollcacheError(
+                "the model was called while it runs, from inside its own forward or from another thread; rollcache "
+                "cannot follow that."
+            )
         where = self.adapter.locate(self.model, args, kwargs)
         if where is None:
             return original(*args, **kwargs)

@@ -16,15 +16,55 @@ with cache.rollout():
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from numbers import Integral
+from threading import Thread, current_thread
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from rollcache.adapters.spec import Args, Kwargs
 from rollcache.passes import Condition, Pass, Role, RollcacheError, Segment
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _Once(AbstractContextManager[T], Generic[T]):
+    """A context that is over once it was left; entering it again says so."""
+
+    def __init__(self, verb: str, context: AbstractContextManager[T]) -> None:
+        self._verb = verb
+        self._context = context
+        self._entered = False
+
+    def __enter__(self) -> T:
+        if self._entered:
+            raise RollcacheError(
+                f"one {self._verb}() was entered twice: write `with cache.{self._verb}():` anew for every {self._verb}."
+            )
+        self._entered = True
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
+
+
+def _once(generator: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
+    """Make a method a context manager, as `contextmanager` does."""
+    managed = contextmanager(generator)
+
+    @wraps(generator)
+    def begin(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[T]:
+        return _Once(generator.__name__, managed(*args, **kwargs))
+
+    return begin
+
 
 class Marks:
-    """Where a hand-written loop is. Every pass needs one fresh mark, `step` or `commit` (or `prefill`)."""
+    """Where a hand-written loop is. Every pass needs one fresh mark, `step` or `commit` (or `prefill`).
+
+    A mark is for the thread that made it: a model call in another one never uses it up.
+    """
 
     def __init__(self) -> None:
         """Outside of any rollout."""
@@ -39,8 +79,9 @@ class Marks:
         self._branches: set[str] = set()
         self._committed = False
         self._mark: Pass | None = None
+        self._thread: Thread | None = None  # that made the mark
 
-    @contextmanager
+    @_once
     def rollout(self, key: Hashable | None = None, *, resume: bool = False) -> Iterator[None]:
         """One continuous generation, which begins at chunk 0 and reuses nothing of another one.
 
@@ -61,7 +102,7 @@ class Marks:
         finally:
             self._rollout, self._mark = None, None
 
-    @contextmanager
+    @_once
     def chunk(
         self,
         index: int | None = None,
@@ -74,7 +115,8 @@ class Marks:
         """One generation step. Yields its position, which `Cache.replays_chunk` and `Cache.skip_chunk` take.
 
         Args:
-            index: index of the chunk; by default one more than the last.
+            index: index of the chunk; by default one more than the last. In one rollout it only grows; to start over,
+                leave the rollout and enter another.
             conditions: see `Pass`.
             segments: see `Pass`.
             kv_update: see `Pass`.
@@ -84,7 +126,12 @@ class Marks:
             raise RollcacheError("chunk() outside of a rollout: write `with cache.rollout():` around the loop.")
         if self._inside:
             raise RollcacheError("chunk() inside a chunk: leave the first one before.")
-        self._chunk = self._chunk + 1 if index is None else index
+        if index is not None and _checked("chunk", index) <= self._chunk:
+            raise RollcacheError(
+                f"chunk({index}) after chunk {self._chunk}: the index only grows in a rollout; to start over, leave "
+                "the rollout and enter another."
+            )
+        self._chunk = self._chunk + 1 if index is None else int(index)
         self._settings = {
             "rollout": self._rollout,
             "chunk": self._chunk,
@@ -118,31 +165,41 @@ class Marks:
             raise RollcacheError("step() after commit() in one chunk: the commit pass must come last.")
         if index is None:
             index = self._step if self._step >= 0 and branch not in self._branches else self._step + 1
+        index = _checked("step", index)
         if index != self._step:
             self._step, self._branches = index, set()
         self._branches.add(branch)
-        self._mark = Pass(role=Role.DENOISE, step=index, branch=branch, kv_write=kv_write, time=time, **self._settings)
+        self._set(Pass(role=Role.DENOISE, step=index, branch=branch, kv_write=kv_write, time=time, **self._settings))
 
     def commit(self) -> None:
         """The next pass writes the clean K/V of this chunk."""
         self._check("commit")
         self._committed = True
-        self._mark = Pass(role=Role.COMMIT, **self._settings)
+        self._set(Pass(role=Role.COMMIT, **self._settings))
 
     def prefill(self) -> None:
         """The next pass encodes given context."""
         self._check("prefill")
-        self._mark = Pass(role=Role.PREFILL, **self._settings)
+        self._set(Pass(role=Role.PREFILL, **self._settings))
 
     def locate(self, model: Any, args: Args, kwargs: Kwargs) -> Pass:
         """The mark of the pass that begins now; every mark serves once."""
-        mark, self._mark = self._mark, None
+        mark, thread = self._mark, self._thread
         if mark is None:
             raise RollcacheError(
                 "the model was called without a mark: call cache.step() or cache.commit() before each pass, inside "
                 "`with cache.rollout(): with cache.chunk():`."
             )
+        if thread is not None and thread is not current_thread():
+            raise RollcacheError(
+                f"the model was called in thread {current_thread().name!r} after {_verb(mark)} in thread "
+                f"{thread.name!r}: make the mark where the model is called, and let one thread at a time use a model."
+            )
+        self._mark = self._thread = None
         return mark
+
+    def _set(self, mark: Pass) -> None:
+        self._mark, self._thread = mark, current_thread()
 
     def _check(self, verb: str) -> None:
         if not self._inside:
@@ -155,3 +212,10 @@ class Marks:
 
 def _verb(mark: Pass) -> str:
     return "step()" if mark.role is Role.DENOISE else f"{mark.role.value}()"
+
+
+def _checked(verb: str, index: Any) -> int:
+    """An index that the loop says, as a plain integer; those of NumPy are welcome, tensors would wait for a device."""
+    if isinstance(index, bool) or not isinstance(index, Integral) or index < 0:
+        raise RollcacheError(f"{verb}() takes an index, an integer of at least 0, got {index!r}.")
+    return int(index)
