@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -43,6 +43,9 @@ class Cache:
 
     def __exit__(self, *_: object) -> None:
         self.disable()
+
+    def __reduce__(self) -> NoReturn:
+        raise RollcacheError("a cache cannot be copied or pickled: copy its model, and enable() a cache on the copy.")
 
     def disable(self) -> None:
         """Unwrap the model, bit for bit what it was, and free everything. Statistics and trace stay readable."""

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class Clock:
 class Hook:
     """Stands in for the `forward` of one module instance until it is removed.
 
-    A copied or unpickled module gets the original `forward`: a copy of a cached model is a bare model.
+    A copy or a pickle of a cached model is a bare model: a module that is asked for its state leaves the hook out. What
+    copies attributes in its own way gets the original `forward` for the hook.
     """
 
     def __init__(self, module: nn.Module, run: Callable[[Callable[..., Any], Any, Any], Any], owner: object) -> None:
@@ -61,9 +63,11 @@ class Hook:
         self.module = module
         self.owner = owner
         self.original = module.forward
-        self._own = module.__dict__.get("forward")
+        self.own = vars(module).get("forward")
         self._run: Callable[[Callable[..., Any], Any, Any], Any] | None = run
+        self._state = partial(bare_state, module)
         module.forward = self
+        vars(module).setdefault("__getstate__", self._state)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run in place of the original."""
@@ -72,22 +76,41 @@ class Hook:
         return self._run(self.original, args, kwargs)
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        """Copies and pickles hold the original."""
+        """What is copied or pickled is the original."""
         return _itself, (self.original,)
 
     def remove(self) -> None:
         """Take the hook away. If somebody wrapped it since, it stays under that wrapper and does nothing."""
         self._run = None
+        if vars(self.module).get("__getstate__") is self._state:
+            del vars(self.module)["__getstate__"]
         if self.module.__dict__.get("forward") is not self:
             return
-        if self._own is None:
+        if self.own is None:
             del self.module.forward
         else:
-            self.module.forward = self._own
+            self.module.forward = self.own
 
 
 def _itself(value: Any) -> Any:
     return value
+
+
+def bare_state(module: nn.Module) -> dict[str, Any]:
+    """What a copy or a pickle of a module holds: everything but the hook."""
+    ask: Any = type(module).__getstate__
+    state = ask(module)
+    if not isinstance(state, dict):
+        name = type(module).__name__
+        raise RollcacheError(
+            f"{name} cannot be copied or pickled with a cache on it, for its state is no dictionary: disable the cache "
+            "first."
+        )
+    bare = {name: value for name, value in state.items() if name not in ("forward", "__getstate__")}
+    forward = state.get("forward")
+    while isinstance(forward, Hook):
+        forward = forward.own
+    return bare if forward is None else {**bare, "forward": forward}
 
 
 class Engine:
