@@ -9,53 +9,25 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollcache.adapters import Adapter, BlockIO
-from rollcache.cache import Cache, disable, enable, summary
-from rollcache.decision import Action, Decision, Reason, Record, Stats, Trace
-from rollcache.passes import Cell, Condition, Pass, Role, RollcacheError, RollcacheWarning, Segment
-from rollcache.policies import Evidence, Policy, PolicyConfig, Similarity, WindowReuse, XCache
+if TYPE_CHECKING:
+    from rollcache.public import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Action",
-    "Adapter",
-    "BlockIO",
-    "Cache",
-    "Cell",
-    "Condition",
-    "Decision",
-    "Evidence",
-    "Pass",
-    "Policy",
-    "PolicyConfig",
-    "Reason",
-    "Record",
-    "Role",
-    "RollcacheError",
-    "RollcacheWarning",
-    "Segment",
-    "Similarity",
-    "Stats",
-    "Trace",
-    "WindowReuse",
-    "XCache",
-    "disable",
-    "enable",
-    "summary",
-]
-
-_ROOMS = ("bench", "measure", "street")
+_ROOMS = ("adapters", "bench", "measure", "policies", "street")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a room with heavier dependencies when it is first used."""
+    """Import what is first used: `rollcache --help` does without torch, most programs without the rooms."""
     if name in _ROOMS:
         return import_module(f"rollcache.{name}")
+    public = import_module("rollcache.public")
+    if name == "__all__" or name in public.__all__:
+        return getattr(public, name)
     raise AttributeError(f"module 'rollcache' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_ROOMS, "__version__"])
+    return sorted([*__getattr__("__all__"), *_ROOMS, "__version__"])

@@ -1,0 +1,37 @@
+"""The public names. They are imported together, and torch with them, when the first one is used."""
+
+from __future__ import annotations
+
+from rollcache.adapters import Adapter, BlockIO
+from rollcache.cache import Cache, disable, enable, summary
+from rollcache.decision import Action, Decision, Reason, Record, Stats, Trace
+from rollcache.passes import Cell, Condition, Pass, Role, RollcacheError, RollcacheWarning, Segment
+from rollcache.policies import Evidence, Policy, PolicyConfig, Similarity, WindowReuse, XCache
+
+__all__ = [
+    "Action",
+    "Adapter",
+    "BlockIO",
+    "Cache",
+    "Cell",
+    "Condition",
+    "Decision",
+    "Evidence",
+    "Pass",
+    "Policy",
+    "PolicyConfig",
+    "Reason",
+    "Record",
+    "Role",
+    "RollcacheError",
+    "RollcacheWarning",
+    "Segment",
+    "Similarity",
+    "Stats",
+    "Trace",
+    "WindowReuse",
+    "XCache",
+    "disable",
+    "enable",
+    "summary",
+]
