@@ -133,7 +133,7 @@ def test_a_file_size_limit_of_the_system_is_reported(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "cannot write" in done.stdout
-    assert "nothing was left behind" in done.stdout
+    assert "no part of big was left behind" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 

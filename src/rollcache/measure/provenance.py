@@ -179,7 +179,7 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
 
 
 def _why(error: OSError, target: Path, size: int) -> str:
-    kept = f"the earlier {target.name} is intact" if target.is_file() else "nothing was left behind"
+    kept = f"the earlier {target.name} is intact" if target.is_file() else f"no part of {target.name} was left behind"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left to write {target} ({size / 1e6:.1f} MB); {kept}; free some space and run again"
     return f"cannot write {target}: {error.strerror or error}; {kept}"
