@@ -39,7 +39,7 @@ def drive(
     """Run both over a rollout whose input moves by `changes` from chunk to chunk.
 
     Returns:
-        All disagreements with what led to them, and the largest difference of the outputs while they agreed.
+        The first disagreement with what led to it, if there is one, and the largest difference of the outputs while they agreed.
     """
     g = torch.Generator().manual_seed(seed)
     model = mixing(DEPTH, WIDTH, seed, strength=0.3).to(dtype)
@@ -77,9 +77,8 @@ def drive(
                         for r, o in zip(records, outcomes, strict=True)
                         if (r.action is Action.REPLAY) != o.skipped
                     ]
-                    differences += wrong
-                    if wrong:
-                        return differences, error
+                    if wrong:  # the blocks after the first one that differs saw another hidden state
+                        return [*differences, wrong[0]], error
                     if dtype is torch.float32:
                         same_evidence(records, outcomes)
                     error = max(error, float((ours - theirs[0]).abs().max()))
