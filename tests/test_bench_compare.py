@@ -10,6 +10,7 @@ import torch
 from street_doubles import noise_frames, random_world
 
 import rollcache
+from rollcache.bench import tables
 from rollcache.bench.compare import NEEDED, Outcome, compare
 from rollcache.bench.controls import cached_plan, control_plans, floor_plans, policy_named
 from rollcache.bench.fidelity import Perceptual
@@ -169,6 +170,17 @@ def test_time_budget_ends_a_rollout_after_whole_cycles(world: World) -> None:
     assert not outcome.interrupted
     assert len(outcome.result["decisions"]["chunks"]) == 9
     assert len(outcome.result["fidelity"]["trace"]) == len(outcome.truth["rear"]) == 18
+
+
+@pytest.mark.parametrize("chunks", [2, 7])
+def test_no_whole_cycle_after_the_warm_up_gives_no_speedup(world: World, chunks: int) -> None:
+    take = make_take(world, "highway", chunks=chunks, draw=noise_frames)
+    result = _run(world, take, cached_plan("xcache"), controls=control_plans(Protocol(), "xcache")[-1:]).result
+    for row in (result, result["timing"], *result["controls"]):
+        assert row["speedup"] is None and row["ceiling"] is None and row["efficiency"] is None
+    assert result["psnr"] > 0 and result["timing"]["seconds_per_chunk"] > 0
+    page = tables.notes({"highway": result})
+    assert any(line.startswith(f"highway: speedup and ceiling n/a. {chunks} chunks hold no whole") for line in page)
 
 
 def test_ctrl_c_before_anything_was_measured(world: World, take: Take) -> None:

@@ -35,11 +35,23 @@ def test_brake_in_the_middle_of_a_cycle(world: World) -> None:
     assert found["effect"]["rest"] < 60
 
 
-@pytest.mark.parametrize("chunk", [2, 8, 10, 11])
+@pytest.mark.parametrize("chunk", [-2, 2, 8, 10, 11])
 def test_injections_that_cannot_be_tested(world: World, chunk: int) -> None:
     take = make_take(world, "highway", chunks=12, draw=noise_frames)
     with pytest.raises(ValueError, match=f"chunk {chunk} cannot be tested"):
         inject(world, take, Protocol(), Injection("brake", chunk), reload=random_world)
+
+
+def test_too_short_a_drive_has_a_structure_but_no_speed(
+    street_weights: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--weights", str(street_weights), "--chunks", "2", "--dtype", "float32"]
+    assert main(["profile", *common]) == 0
+    assert main(["ablate", *common, "--only", "ours"]) == 0
+    said = capsys.readouterr()
+    assert "skipped, n/a faster" in said.out and "1 variant (" in said.err
+    row = next(line for line in said.out.splitlines() if line.startswith(" our defaults"))
+    assert row.split().count("n/a") == 2
 
 
 def test_follow_is_a_projection() -> None:
@@ -86,7 +98,7 @@ def test_profiling_changes_nothing(world: World) -> None:
 
 
 def test_study_commands(street_weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["--weights", str(street_weights), "--chunks", "3", "--dtype", "float32"]
+    common = ["--weights", str(street_weights), "--chunks", "8", "--dtype", "float32"]
     assert main(["profile", *common, "--json", str(tmp_path / "profile.json")]) == 0
     assert main(["ablate", *common, "--only", "default", "ours", "--json", str(tmp_path / "ablate.json")]) == 0
     printed = capsys.readouterr().out

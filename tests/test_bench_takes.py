@@ -6,9 +6,10 @@ import pytest
 import torch
 from street_doubles import noise_frames, random_world
 
-from rollcache.bench.takes import Injection, make_take
+from rollcache.bench.takes import MAX_SEED, Injection, make_take, plan_take
 from rollcache.street.drives import DriveError
 from rollcache.street.protocol import Protocol
+from rollcache.street.world import Session
 
 
 def _drive_csv(path: Path, rows: int, speed: float = 8.0) -> Path:
@@ -59,8 +60,18 @@ def test_injection_outside_the_rollout(chunk: int) -> None:
 
 @pytest.mark.parametrize(
     ("scenario", "chunks", "seed", "culprit"),
-    [("moon", 4, 0, "moon"), ("urban", 1, 0, "chunks is 1"), ("urban", 4, -1, "seed is -1")],
+    [
+        ("moon", 4, 0, "moon"),
+        ("urban", 1, 0, "chunks is 1"),
+        ("urban", 4, -1, "seed is -1"),
+        ("urban", 4, 2**63, "seed is 9"),
+    ],
 )
 def test_bad_arguments(scenario: str, chunks: int, seed: int, culprit: str) -> None:
     with pytest.raises(ValueError, match=culprit):
-        make_take(random_world(), scenario, chunks=chunks, seed=seed, draw=noise_frames)
+        plan_take(scenario, chunks=chunks, seed=seed)
+
+
+def test_the_largest_seed_runs() -> None:
+    take = make_take(random_world(), "urban", chunks=2, seed=MAX_SEED, draw=noise_frames)
+    Session(random_world(), take.start, seed=take.seed).step(take.actions[0])

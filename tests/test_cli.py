@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -146,6 +147,61 @@ def test_bad_drives_are_named(cells: dict[str, str], culprit: str, fails, street
     assert f"{drive}" in line and culprit in line
 
 
+@pytest.mark.parametrize(
+    ("words", "culprit"),
+    [
+        ("compare --seed -1", "seed is -1"),
+        ("compare --chunks 1", "chunks is 1"),
+        ("compare --steps 0", "steps (0)"),
+        ("compare --brake-at 9 --chunks 8", "cannot inject a brake at chunk 9"),
+        ("compare --actions missing.csv", "missing.csv: No such file"),
+        ("compare --lpips-weights missing.pth", "cannot read weights file missing.pth"),
+        ("compare --lpips-weights alexnet-owt-00000000.pth", "is corrupt: its SHA-256"),
+        ("compare --xcache.front-blocks 4", "front_blocks=4 and back_blocks=0 leave none of 4 blocks"),
+        ("compare --policy xcache-paper --xcache.back-blocks 3", "leave none of 4 blocks"),
+        ("compare --device nowhere", "--device nowhere"),
+        ("compare --threads 0", "--threads is 0"),
+        ("demo --seed -1", "seed is -1"),
+        ("demo --chunks 1", "chunks is 1"),
+        ("demo --threads 0", "--threads is 0"),
+        ("profile --seed -1", "seed is -1"),
+        ("profile --chunks 1", "chunks is 1"),
+        ("ablate --chunks 1", "chunks is 1"),
+        ("ablate --only everything", "no row 'everything'"),
+        ("inject --at 3", "chunk 3 cannot be tested"),
+        ("inject --kinds", "--kinds is empty"),
+        ("inject --protocol chunked", "needs the receding protocol"),
+    ],
+)
+def test_bad_input_is_reported_before_any_work(
+    words: str,
+    culprit: str,
+    fails,  # type: ignore[no-untyped-def]
+    street_weights: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from rollcache.bench.progress import Narrator
+    from rollcache.bench.results import Results
+
+    def work(*_: object) -> None:
+        raise AssertionError("work has begun")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Narrator, "begin", work)
+    monkeypatch.setattr(Results, "save", work)  # an earlier file must not be emptied either
+    (tmp_path / "alexnet-owt-00000000.pth").write_bytes(b"mine")
+    assert culprit in fails(*words.split(), "--weights", street_weights)
+
+
+def test_a_drive_from_a_pipe_is_read_once(street_weights: Path, tmp_path: Path) -> None:
+    pipe, drive = tmp_path / "drive.fifo", _csv(tmp_path / "drive.csv")
+    os.mkfifo(pipe)
+    threading.Thread(target=lambda: pipe.write_text(drive.read_text()), daemon=True).start()
+    words = f"compare --weights {street_weights} --actions {pipe} --chunks 2 --steps 1 --no-floor --json {tmp_path}/o"
+    assert main(words.split()) == 0
+
+
 def test_short_and_missing_drives(fails, street_weights: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     drive = _csv(tmp_path / "drive.csv", rows=24)
     assert "24 rows" in fails("compare", "--weights", street_weights, "--actions", drive)
@@ -181,10 +237,7 @@ def test_required_metric_without_weights(fails, street_weights: Path, monkeypatc
 
 
 def test_full_disk_while_the_report_is_written(
-    fails,  # type: ignore[no-untyped-def]
-    street_weights: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    street_weights: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.fsync
 
@@ -196,11 +249,14 @@ def test_full_disk_while_the_report_is_written(
     monkeypatch.setattr(os, "fsync", full)
     out = tmp_path / "run"
     drive = _csv(tmp_path / "drive.csv")
-    line = fails(
-        "compare", "--weights", street_weights, "--actions", drive, "--chunks", "3", "--out", out, "--no-floor"
-    )
+    words = f"compare --weights {street_weights} --actions {drive} --chunks 3 --out {out} --no-floor"
+    assert main(words.split()) == 2
+    said = capsys.readouterr()
+    line = said.err.splitlines()[-1]
     assert line.startswith("error: no space left to write") and f"the numbers are in {out / 'results.json'}" in line
+    assert "no part of u-turn.mp4 was left behind" in line and "stitched" in said.out
     document = json.loads((out / "results.json").read_text())
+    assert document["status"] == "measured, videos and report unfinished"
     assert document["scenarios"].keys() == {"u-turn"}
     assert not list(out.glob("*.part"))
 

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 from rich.console import Console
 
-from rollcache.bench import tables
+from rollcache.bench.checks import check_metrics, check_plans, warn_short
 from rollcache.bench.compare import Outcome, compare
 from rollcache.bench.controls import cached_plan, control_plans, floor_plans
 from rollcache.bench.fidelity import Perceptual
+from rollcache.bench.keep import Ending, finish, keep
 from rollcache.bench.lanes import Plan
 from rollcache.bench.options import Driving, FlatDriving, FlatMachine, Machine, PolicyName, Scenario
 from rollcache.bench.progress import Narrator
-from rollcache.bench.results import Results, load_results
-from rollcache.measure import WriteError, provenance
+from rollcache.bench.results import Results, fitting, load_results, mark_reported
+from rollcache.measure import provenance
 from rollcache.measure.provenance import plain
 from rollcache.policies import WindowReuse, XCache
 
 if TYPE_CHECKING:
+    from rollcache.bench.takes import TakePlan
+    from rollcache.street.protocol import Protocol
     from rollcache.street.world import World
 
-INTERRUPTED = 130
 GENERATING = 0.85  # share of a scenario's time budget; the rest is for decoding, metrics and figures
 
 
@@ -61,41 +63,45 @@ class Demo:
         if not self.minutes > 0:
             raise ValueError(f"--minutes is {self.minutes}; it must be more than 0.")
         deadline = time.monotonic() + 60 * self.minutes
-        folder = self.runs / self.name
+        drives = [Driving(scenario=name, chunks=self.chunks, seed=self.seed) for name in self.scenarios]
+        takes = [drive.plan() for drive in drives]
+        protocol = Driving().rules()
+        check_metrics(Perceptual())
         world = self.machine.world()
         cached = cached_plan("xcache")
+        controls = control_plans(protocol, "xcache") if self.controls else []
+        check_plans(world, protocol, (cached, *controls))
+        warn_short(self.chunks, protocol)
+        folder = self.runs / self.name
         results = Results(
             kind="demo",
             provenance=_provenance(self, world, self.seed),
             planned=self.scenarios,
             path=folder / "results.json",
             folder=folder,
+            reports=True,
         )
         results.save()
-        stopped = False
+        ending = Ending()
         with Narrator() as narrator:
-            for left, scenario in zip(range(len(self.scenarios), 0, -1), self.scenarios, strict=True):
-                drive = Driving(scenario=scenario, chunks=self.chunks, seed=self.seed)
-                protocol = drive.rules()
-                try:
-                    outcome = _one(
-                        world,
-                        drive,
-                        cached,
-                        controls=control_plans(protocol, "xcache") if self.controls else [],
-                        floors=floor_plans(_name(world), other=False),
-                        perceptual=Perceptual(),
-                        machine=self.machine,
-                        narrator=narrator,
-                        seconds=(deadline - time.monotonic()) / left,
-                    )
-                    _keep(results, scenario, outcome, narrator, with_media=True)
-                    stopped = outcome.interrupted
-                except KeyboardInterrupt:
-                    stopped = True
-                if stopped:
+            for left, take in zip(range(len(takes), 0, -1), takes, strict=True):
+                work = partial(
+                    _one,
+                    world,
+                    take,
+                    protocol,
+                    cached,
+                    controls=controls,
+                    floors=floor_plans(_name(world), other=False),
+                    perceptual=Perceptual(),
+                    machine=self.machine,
+                    narrator=narrator,
+                    seconds=(deadline - time.monotonic()) / left,
+                )
+                ending = keep(results, take.scenario, work, narrator)
+                if ending.early:
                     break
-        return _finish(results, stopped, report=True)
+        return finish(results, ending)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,40 +161,38 @@ class Compare:
         perceptual = Perceptual(
             lpips_weights=None if self.lpips_weights is None else str(self.lpips_weights), require=self.require
         )
-        if self.require:
-            _check_metrics(perceptual)
+        take = self.driving.plan()
+        check_metrics(perceptual)
         world = self.machine.world()
-        scenario = self.driving.scenario
-        path = self.json or (self.out / "results.json" if self.out is not None else None)
+        controls = control_plans(protocol, self.policy) if self.controls else []
+        check_plans(world, protocol, (cached, *controls))
+        warn_short(self.driving.chunks, protocol)
+        inside = None if self.out is None else self.out / "results.json"
         results = Results(
             kind="compare",
             provenance=_provenance(self, world, self.driving.seed),
-            planned=(scenario,),
-            path=path or Path("results.json"),
+            planned=(take.scenario,),
+            path=self.json or inside,
+            copies=(inside,) if self.json is not None and inside is not None else (),
             folder=self.out,
+            reports=self.report and self.out is not None,
         )
-        if path is not None:
-            results.save()
-        stopped = False
+        results.save()
         with Narrator() as narrator:
-            try:
-                outcome = _one(
-                    world,
-                    self.driving,
-                    cached,
-                    controls=control_plans(protocol, self.policy) if self.controls else [],
-                    floors=floor_plans(_name(world), other=False) if self.floor else [],
-                    perceptual=perceptual,
-                    machine=self.machine,
-                    narrator=narrator,
-                )
-                stopped = outcome.interrupted
-                _keep(results, scenario, outcome, narrator, with_media=self.report, write=path is not None)
-            except KeyboardInterrupt:
-                stopped = True
-        if self.json is not None and self.out is not None:
-            Results(**{**vars(results), "path": self.out / "results.json"}).save()
-        return _finish(results, stopped, report=self.report and self.out is not None, wrote=path is not None)
+            work = partial(
+                _one,
+                world,
+                take,
+                protocol,
+                cached,
+                controls=controls,
+                floors=floor_plans(_name(world), other=False) if self.floor else [],
+                perceptual=perceptual,
+                machine=self.machine,
+                narrator=narrator,
+            )
+            ending = keep(results, take.scenario, work, narrator)
+        return finish(results, ending)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,18 +209,23 @@ class Report:
         from rollcache.bench.report import render
         from rollcache.measure import write_atomic
 
-        document = load_results(self.results)
-        if document["kind"] not in ("demo", "compare"):
-            raise ValueError(f"{self.results} comes from rollcache {document['kind']}, which has no report.")
-        folder = self.results if self.results.is_dir() else self.results.parent
-        written = write_atomic(self.out or folder / "report.html", render(document, folder))
+        path = self.results / "results.json" if self.results.is_dir() else self.results
+        document = load_results(path)
+        if not document["scenarios"]:
+            raise ValueError(f"{path} holds no measured scenario, so there is nothing to report.")
+        with fitting(path):
+            page = render(document, path.parent)
+        written = write_atomic(self.out or path.parent / "report.html", page)
+        if self.out is None:
+            mark_reported(path, document)
         Console().print(str(written), highlight=False)
         return 0
 
 
 def _one(
     world: World,
-    driving: Driving,
+    take: TakePlan,
+    protocol: Protocol,
     cached: Plan,
     *,
     controls: Sequence[Plan],
@@ -227,12 +236,12 @@ def _one(
     seconds: float | None = None,
 ) -> Outcome:
     """Draw a scenario and compare, in about `seconds` if given."""
-    narrator.begin(driving.scenario, driving.chunks)
+    narrator.begin(take.scenario, take.chunks)
     narrator.stage("drawing the scene")
     return compare(
         world,
-        driving.take(world),
-        driving.rules(),
+        take.make(world),
+        protocol,
         cached,
         controls=controls,
         floors=floors,
@@ -244,68 +253,12 @@ def _one(
     )
 
 
-def _keep(
-    results: Results, scenario: str, outcome: Outcome, narrator: Narrator, *, with_media: bool, write: bool = True
-) -> None:
-    """Keep a result at once; videos and figures after it, so that a full disk costs those alone."""
-    results.scenarios[scenario] = outcome.result
-    if write:
-        results.save()
-    if with_media and results.folder is not None:
-        from rollcache.bench.report import media
-
-        narrator.stage("videos and figures")
-        try:
-            outcome.result["media"] = media(outcome, results.folder, scenario)
-            results.save()
-        except WriteError as error:
-            kept = f"; the numbers are in {results.path}" if write else ""
-            raise WriteError(error.errno, f"{error.strerror}{kept}") from error
-    r = outcome.result
-    narrator.done(f"{r['speedup']:.2f}x at {r['psnr']:.1f} dB, {100 * r['skip_rate']:.1f}% skipped")
-
-
-def _finish(results: Results, stopped: bool, *, report: bool, wrote: bool = True) -> int:
-    """Print the tables, write the report, say what is kept; returns the exit code."""
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    if results.scenarios:
-        console.print(tables.main_table(results.scenarios))
-        if any(s["controls"] or s["floor"] for s in results.scenarios.values()):
-            console.print(tables.controls_table(results.scenarios))
-        for note in tables.notes(results.scenarios):
-            console.print(note, style="dim", highlight=False)
-        if wrote:
-            console.print(f"results  {results.path}", highlight=False)
-        if report and results.folder is not None:
-            from rollcache.bench.report import write_report
-
-            console.print(f"report   {write_report(results.to_dict(), results.folder)}", highlight=False)
-    if not stopped:
-        return 0
-    kept = [
-        f"{name} ({len(s['decisions']['chunks'])} chunks)" if s["interrupted"] else name
-        for name, s in results.scenarios.items()
-    ]
-    where = f" in {results.path}" if wrote else ""
-    said = f"partial results kept{where}: {', '.join(kept)}" if kept else "nothing was finished yet, no results"
-    Console(stderr=True).print(f"interrupted: {said}", highlight=False, markup=False, soft_wrap=True)
-    return INTERRUPTED
-
-
 def _provenance(command: Any, world: World, seed: int) -> dict[str, Any]:
     from rollcache.street.weights import describe
 
     found = provenance(plain(command), seed=seed, dtype=world.dtype, device=world.device)
     weights = describe(command.machine.weights)
     return {**found, "weights": {"file": weights["file"], "sha256": weights["sha256"]}}
-
-
-def _check_metrics(perceptual: Perceptual) -> None:
-    """Fail before the work, not after it, when a required metric has no weights here."""
-    import torch
-
-    picture = {"x": torch.zeros(1, 1, 64, 64, 3)}
-    perceptual.score(picture, picture)
 
 
 def _name(world: World) -> str:

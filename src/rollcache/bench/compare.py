@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +41,19 @@ NEEDED = (
 Stage = Callable[[str], None]
 
 
+class MeasuringStopped(KeyboardInterrupt):
+    """Ctrl-C after generation, before the fidelity of the cache under test was measured.
+
+    Attributes:
+        known: what needs no decoding, as in `Outcome.result`: times, skips, decisions, of the controls too.
+        latents: what every lane generated, by key [F, P, Z].
+    """
+
+    def __init__(self, known: dict[str, Any], latents: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.known, self.latents = known, latents
+
+
 @dataclass(frozen=True)
 class Outcome:
     """One finished (or interrupted) comparison.
@@ -49,7 +63,8 @@ class Outcome:
         full: decoded frames of full compute, group -> [T, V, H, W, 3] in [0, 1].
         cached: the same of the cache under test.
         truth: rendered frames.
-        interrupted: Ctrl-C ended it early; `result` covers the chunks that all lanes finished.
+        interrupted: Ctrl-C ended it early; `result` covers the chunks that all lanes finished, and its "unmeasured"
+            names the floors, controls or profile that were left out.
     """
 
     result: dict[str, Any]
@@ -92,7 +107,8 @@ def compare(
         on_stage: progress, names what is being done.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C before two chunks were finished, or while numbers were computed.
+        KeyboardInterrupt: Ctrl-C before two chunks were finished.
+        MeasuringStopped: Ctrl-C (again) before the fidelity of the cache was measured; later, it ends the measuring.
     """
     say = on_stage or (lambda _: None)
     perceptual = perceptual or Perceptual()
@@ -117,64 +133,105 @@ def compare(
     chunks = len(lanes[0].seconds)
     if finished and chunks < take.chunks:
         say(f"stopped after {chunks} of {take.chunks} chunks to stay within the time budget")
-    if not finished:
-        if chunks < 2:
-            raise KeyboardInterrupt
-        say(f"interrupted, measuring the {chunks} finished chunks (Ctrl-C again drops them)")
+    if not finished and chunks < 2:
+        raise KeyboardInterrupt
     window = Window.of(chunks, protocol)
     times = clock.times(window, lanes[0].seconds)
-    cut = Cut.of(take, protocol, window.first, chunks)
-    say("decoding")
-    frames = {lane.key: world.decode(torch.cat(lane.latents)) for lane in (*lanes, *floor_lanes)}
-    full, ours = frames[FULL.key], frames[cached.key]
-    truth = {group: x[: chunks * cut.per_step] for group, x in take.truth.items()}
-    say("measuring")
-    main = lane_result(lanes[1], lanes[0], times, window)
-    close = fidelity(ours, full, cut, perceptual)
-    result: dict[str, Any] = {
-        **{key: {**close, **main}[key] for key in NEEDED},
+    timing = {lane.key: lane_result(lane, lanes[0], times, window) for lane in lanes[1:]}
+    known: dict[str, Any] = {
         "interrupted": not finished,
         "take": take.describe(),
         "protocol": {**plain(protocol), "text": protocol.describe()},
         "chunks": chunks,
         "counted": window.describe(),
         "policy": {"key": cached.key, "label": cached.label, "settings": _settings(cached)},
-        "timing": main,
-        "fidelity": close,
+        "timing": timing[cached.key],
         "pass_seconds": {"blocks": list(times.blocks), "outside": times.outside, "commit": times.commit},
-        "truth": _truth(full, ours, truth, cut),
-        "floor": {lane.key: {"label": lane.plan.label, **brief(frames[lane.key], full, cut)} for lane in floor_lanes},
-        "controls": [
-            _control(lane, lanes[0], times, window, frames[lane.key], full, cut, perceptual) for lane in lanes[2:]
-        ],
         "decisions": _decisions(lanes[1], window, protocol),
+    }
+    cut = Cut.of(take, protocol, window.first, chunks)
+    try:
+        if not finished:
+            say(f"interrupted, measuring the {chunks} finished chunks (Ctrl-C again keeps times and latents only)")
+        say("decoding")
+        full, ours = (_decoded(world, lane) for lane in lanes[:2])
+        truth = {group: x[: chunks * cut.per_step] for group, x in take.truth.items()}
+        say("measuring")
+        measured = _fidelity(full, ours, truth, cut, perceptual)
+        first = {key: {**measured["fidelity"], **timing[cached.key]}[key] for key in NEEDED}
+        result = {**first, **known, **measured}
+    except KeyboardInterrupt:
+        beside = [{"key": lane.key, "label": lane.plan.label, **timing[lane.key]} for lane in lanes[2:]]
+        latents = {lane.key: torch.cat(lane.latents) for lane in (*lanes, *floor_lanes)}
+        raise MeasuringStopped({**known, "interrupted": True, "controls": beside}, latents) from None
+
+    def floor(lane: Lane) -> None:
+        result["floor"][lane.key] = {"label": lane.plan.label, **brief(_decoded(world, lane), full, cut)}
+
+    def control(lane: Lane) -> None:
+        frames = _decoded(world, lane)
+        result["controls"].append(_control(lane, timing[lane.key], frames, full, cut, perceptual))
+
+    def similarity() -> None:
+        say("profiling")
+        result["profile"] = (profiler or _profile_run(world, take, protocol)).result(protocol).to_dict()
+
+    parts: list[tuple[str, Callable[[], None]]] = [(lane.plan.label, partial(floor, lane)) for lane in floor_lanes]
+    parts += [(lane.plan.label, partial(control, lane)) for lane in lanes[2:]]
+    if profile and (finished or profiler is not None):
+        parts.append(("similarity profile", similarity))
+    _complete(result, parts)
+    return Outcome(result, full, ours, truth, result["interrupted"])
+
+
+def _decoded(world: World, lane: Lane) -> dict[str, Tensor]:
+    return world.decode(torch.cat(lane.latents))
+
+
+def _fidelity(
+    full: Mapping[str, Tensor], ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], cut: Cut, metrics: Perceptual
+) -> dict[str, Any]:
+    """What a result cannot be without, and room for what stands beside it."""
+    return {
+        "fidelity": fidelity(ours, full, cut, metrics),
+        "truth": _truth(full, ours, truth, cut),
+        "floor": {},
+        "controls": [],
         "turning": [bool(t) for t in cut.turning],
         "profile": None,
     }
-    if profile and (finished or profiler is not None):
-        say("profiling")
-        result["profile"] = (profiler or _profile_run(world, take, protocol)).result(protocol).to_dict()
-    return Outcome(result, full, ours, truth, not finished)
+
+
+def _complete(result: dict[str, Any], parts: Sequence[tuple[str, Callable[[], None]]]) -> None:
+    """Measure what stands beside the cache, part by part; Ctrl-C leaves the rest out and `result` says which."""
+    for i, (_, measure) in enumerate(parts):
+        try:
+            measure()
+        except KeyboardInterrupt:
+            result.update(interrupted=True, unmeasured=[name for name, _ in parts[i:]])
+            return
 
 
 def lane_result(lane: Lane, full: Lane, times: PassTimes, window: Window) -> dict[str, Any]:
-    """Speed, skip and ceiling of a lane beside full compute, over the chunks that count."""
+    """Speed, skip and ceiling of a lane beside full compute, over the chunks that count.
+
+    Speedup, ceiling and efficiency are None when these are no whole KV cycle: without its exact first chunk and its
+    commit pass a cycle looks far cheaper than it is.
+    """
     decisions = Decisions.of(lane)
     steps = full.session.protocol.steps
     reached = decisions.ceiling(times, window)
     whole = len(window.chunks) * steps * times.denoise + window.commits * times.commit
     slow, fast = (sum(x.seconds[n] for n in window.chunks) for x in (full, lane))
     cycles = _cycles(window, full.session.protocol.kv_every)
-    ratios = [sum(full.seconds[n] for n in c) / sum(lane.seconds[n] for n in c) for c in cycles]
-    spread = Spread.of(ratios)
-    ceiling = whole / reached.left if reached.left > 0 else None
-    speedup = slow / fast
+    ceiling = whole / reached.left if reached.left > 0 and window.whole else None
+    speedup = slow / fast if window.whole else None
     row: dict[str, Any] = {
         "skip_rate": reached.skip_rate if decisions.steps == steps else None,
         "speedup": speedup,
-        "speedup_per_cycle": {"median": spread.median, "q1": spread.q1, "q3": spread.q3, "cycles": len(cycles)},
+        "speedup_per_cycle": _per_cycle(full, lane, cycles) if cycles else None,
         "ceiling": ceiling,
-        "efficiency": speedup / ceiling if ceiling else None,
+        "efficiency": speedup / ceiling if speedup and ceiling else None,
         "full_seconds_per_chunk": slow / len(window.chunks),
         "seconds_per_chunk": fast / len(window.chunks),
         "chunk_seconds": [round(s, 5) for s in lane.seconds],
@@ -192,17 +249,19 @@ def lane_result(lane: Lane, full: Lane, times: PassTimes, window: Window) -> dic
 
 
 def _cycles(window: Window, every: int) -> list[range]:
-    """The KV cycles that count; single chunks when each commits, one range when there is no whole cycle."""
-    if not window.whole:
-        return [window.chunks]
-    return [range(n, n + every) for n in range(window.first, window.stop, every)]
+    """The KV cycles that count; single chunks when each commits, none when there is no whole cycle."""
+    return [range(n, n + every) for n in range(window.first, window.stop, every)] if window.whole else []
+
+
+def _per_cycle(full: Lane, lane: Lane, cycles: Sequence[range]) -> dict[str, float | int]:
+    """Spread of the speedup over KV cycles."""
+    spread = Spread.of([sum(full.seconds[n] for n in c) / sum(lane.seconds[n] for n in c) for c in cycles])
+    return {"median": spread.median, "q1": spread.q1, "q3": spread.q3, "cycles": len(cycles)}
 
 
 def _control(
     lane: Lane,
-    full_lane: Lane,
-    times: PassTimes,
-    window: Window,
+    timing: Mapping[str, Any],
     frames: Mapping[str, Tensor],
     full: Mapping[str, Tensor],
     cut: Cut,
@@ -213,7 +272,6 @@ def _control(
         frames=max(1, perceptual.frames // 3) if perceptual.frames else 0, lpips_weights=perceptual.lpips_weights
     )
     close = fidelity(frames, full, cut, few)
-    timing = lane_result(lane, full_lane, times, window)
     drop = ("chunk_seconds", "full_chunk_seconds")
     return {
         "key": lane.key,
@@ -263,7 +321,8 @@ def _profile_run(world: World, take: Take, protocol: Protocol) -> Profiler:
     lane = open_lane(watched, take, protocol, FULL, reload=lambda _: watched)
     profiler = Profiler(watched.model)
     with profiler:
-        race([lane], take.actions[: max(2, 3 * protocol.kv_every)])
+        if not race([lane], take.actions[: max(2, 3 * protocol.kv_every)]):
+            raise KeyboardInterrupt
     return profiler
 
 

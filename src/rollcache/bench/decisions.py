@@ -28,7 +28,7 @@ class Window:
         stop: one past the last.
         commits: commit passes among them.
         whole: False when the rollout was too short for a whole cycle after the first; then all chunks after the first
-            chunk count.
+            chunk count, and their time tells nothing about a cycle: there is no speedup.
     """
 
     first: int
@@ -45,7 +45,8 @@ class Window:
         """
         every = protocol.kv_every
         if chunks < 2:
-            raise ValueError(f"{chunks} chunk(s) generated; at least 2 are needed, since the first is warm-up.")
+            generated = "1 chunk" if chunks == 1 else f"{chunks} chunks"
+            raise ValueError(f"{generated} generated; at least 2 are needed, since the first is warm-up.")
         stop = chunks - chunks % every
         if stop >= 2 * every:
             return cls(every, stop, (stop - every) // every, True)

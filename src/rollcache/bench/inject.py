@@ -36,6 +36,22 @@ def plans() -> list[Plan]:
     ]
 
 
+def check_place(at: int, chunks: int, protocol: Protocol) -> None:
+    """Fail unless an injection at this chunk leaves the rest of its KV cycle and the next one to look at.
+
+    Raises:
+        ValueError: the protocol is not `receding`, or the chunk is in the wrong place.
+    """
+    every = protocol.kv_every
+    if protocol.kind != "receding":
+        raise ValueError(f"an action in the middle of a KV cycle needs the receding protocol, not {protocol.kind}.")
+    if at < every or at % every == 0 or at - at % every + 2 * every > chunks:
+        raise ValueError(
+            f"chunk {at} cannot be tested: it must lie inside a cycle of {every} chunks (not first in it) after the "
+            f"first cycle, with a whole cycle after it among the {chunks} chunks."
+        )
+
+
 def inject(
     world: World,
     take: Take,
@@ -53,14 +69,8 @@ def inject(
         KeyboardInterrupt: Ctrl-C.
     """
     every, at = protocol.kv_every, injection.chunk
-    if protocol.kind != "receding":
-        raise ValueError(f"an action in the middle of a KV cycle needs the receding protocol, not {protocol.kind}.")
+    check_place(at, take.chunks, protocol)
     end = at - at % every + every
-    if at < every or at % every == 0 or end + every > take.chunks:
-        raise ValueError(
-            f"chunk {at} cannot be tested: it must lie inside a cycle of {every} chunks (not first in it) after the "
-            f"first cycle, with a whole cycle after it among the {take.chunks} chunks."
-        )
     variants = plans() if variants is None else variants
     taken = {"plain": take, "injected": take.injected(injection)}
     frames: dict[str, dict[str, Mapping[str, Tensor]]] = {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from rollcache.bench.takes import Injection, Take, make_take
+from rollcache.bench.takes import Injection, TakePlan, plan_take
 from rollcache.street.protocol import Protocol
 
 if TYPE_CHECKING:
@@ -92,11 +92,15 @@ class Driving:
         """The rollout protocol."""
         return Protocol.named(self.protocol, steps=self.steps)
 
-    def take(self, world: World) -> Take:
-        """Draw and encode what is driven."""
+    def plan(self) -> TakePlan:
+        """Check all of it and read the drive; nothing is drawn.
+
+        Raises:
+            ValueError: what is wrong (`DriveError` for a recorded drive).
+            OSError: the drive cannot be read.
+        """
         asked = (("brake", self.brake_at), ("steer", self.steer_at))
-        return make_take(
-            world,
+        return plan_take(
             self.scenario,
             seed=self.seed,
             chunks=self.chunks,

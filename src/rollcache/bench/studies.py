@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,19 +14,22 @@ from rich.table import Table
 from rich.text import Text
 
 from rollcache.bench.ablate import ablate, rows
-from rollcache.bench.commands import INTERRUPTED, _name, _provenance
+from rollcache.bench.checks import check_plans, warn_short
+from rollcache.bench.commands import _name, _provenance
 from rollcache.bench.controls import floor_plans
 from rollcache.bench.costs import measure_passes
 from rollcache.bench.decisions import Window
 from rollcache.bench.fidelity import Cut, brief
-from rollcache.bench.inject import inject
+from rollcache.bench.inject import check_place, inject, plans
+from rollcache.bench.keep import INTERRUPTED, Ending
 from rollcache.bench.lanes import FULL, clone, open_lane, race
 from rollcache.bench.options import Driving, FlatDriving, FlatMachine, Machine
 from rollcache.bench.profile import Profiler
 from rollcache.bench.progress import Narrator
 from rollcache.bench.results import Results
-from rollcache.bench.tables import number, percent, psnr_pair
+from rollcache.bench.tables import number, percent, psnr_pair, times
 from rollcache.bench.takes import Injection
+from rollcache.measure import WriteError
 from rollcache.measure.cost import structural_ceiling
 
 if TYPE_CHECKING:
@@ -53,14 +56,17 @@ class Profile:
 
     def run(self) -> int:
         """Run it; returns the exit code."""
+        planned, protocol = self.driving.plan(), self.driving.rules()
         world = self.machine.world()
+        check_plans(world, protocol, ())
+        warn_short(self.driving.chunks, protocol)
         results = _results("profile", self, world, self.driving, self.json)
         with Narrator() as narrator:
             narrator.begin(self.driving.scenario, self.driving.chunks)
             narrator.stage("drawing the scene")
-            take, protocol = self.driving.take(world), self.driving.rules()
+            take = planned.make(world)
             narrator.stage("timing blocks")
-            times = measure_passes(world, take, protocol)
+            costs = measure_passes(world, take, protocol)
             watched = clone(world)
             lanes = [open_lane(watched, take, protocol, FULL, reload=self.machine.reload)]
             lanes += [
@@ -77,14 +83,14 @@ class Profile:
             profile = profiler.result(protocol).to_dict()
             cut = Cut.of(take, protocol, Window.of(chunks, protocol).first, chunks)
             frames = [world.decode(_latents(lane)) for lane in lanes]
-        top = structural_ceiling(times, chunks=protocol.kv_every, steps=protocol.steps)
+        top = structural_ceiling(costs, chunks=protocol.kv_every, steps=protocol.steps)
         result = {
             "interrupted": not finished,
             "take": take.describe(),
             "protocol": {"text": protocol.describe()},
             **profile,
-            "structural_speedup": top.speedup,
-            "pass_seconds": {"blocks": list(times.blocks), "outside": times.outside, "commit": times.commit},
+            "structural_speedup": top.speedup if Window.of(take.chunks, protocol).whole else None,
+            "pass_seconds": {"blocks": list(costs.blocks), "outside": costs.outside, "commit": costs.commit},
             "floor": {
                 lane.key: {"label": lane.plan.label, **brief(x, frames[0], cut)}
                 for lane, x in zip(lanes[1:], frames[1:], strict=True)
@@ -112,16 +118,17 @@ class Ablate:
         if unknown := [key for key in self.only if key not in known]:
             raise ValueError(f"--only: there is no row {unknown[0]!r}; rows are {', '.join(known)}.")
         chosen = [row for row in table if not self.only or row.plan.key in self.only]
+        planned, protocol = self.driving.plan(), self.driving.rules()
         world = self.machine.world()
+        check_plans(world, protocol, (row.plan for row in chosen))
+        warn_short(self.driving.chunks, protocol)
         results = _results("ablate", self, world, self.driving, self.json)
         with Narrator() as narrator:
             narrator.begin(self.driving.scenario, self.driving.chunks)
             narrator.stage("drawing the scene")
-            take = self.driving.take(world)
-            narrator.stage(f"{len(chosen)} variants")
-            result = ablate(
-                world, take, self.driving.rules(), chosen, reload=self.machine.reload, on_chunk=narrator.chunk
-            )
+            take = planned.make(world)
+            narrator.stage("1 variant" if len(chosen) == 1 else f"{len(chosen)} variants")
+            result = ablate(world, take, protocol, chosen, reload=self.machine.reload, on_chunk=narrator.chunk)
         _show_ablation(_console(), result)
         return _end(results, self.driving.scenario, result, self.json)
 
@@ -146,18 +153,22 @@ class Inject:
 
     def run(self) -> int:
         """Run it; returns the exit code."""
+        planned, protocol = self.driving.plan(), self.driving.rules()
+        if not self.kinds:
+            raise ValueError("--kinds is empty; name brake, steer or both.")
+        check_place(self.at, planned.chunks, protocol)
         world = self.machine.world()
-        results = _results("inject", self, world, self.driving, self.json)
-        results = replace(results, planned=self.kinds)
-        stopped = False
+        check_plans(world, protocol, plans())
+        results = _results("inject", self, world, self.driving, self.json, planned=self.kinds)
+        ending = Ending()
         with Narrator() as narrator:
             narrator.begin(self.driving.scenario, self.driving.chunks)
             narrator.stage("drawing the scene")
-            take, protocol = self.driving.take(world), self.driving.rules()
+            take = planned.make(world)
             for kind in self.kinds:
                 narrator.stage(kind)
                 try:
-                    found = inject(
+                    results.scenarios[kind] = inject(
                         world,
                         take,
                         protocol,
@@ -165,40 +176,45 @@ class Inject:
                         reload=self.machine.reload,
                         on_chunk=narrator.chunk,
                     )
-                except KeyboardInterrupt:
-                    stopped = True
-                    break
-                results.scenarios[kind] = found
-                if self.json is not None:
                     results.save()
+                except KeyboardInterrupt:
+                    ending.stopped = True
+                except WriteError as error:
+                    ending.failed = error
+                if ending.early:
+                    break
         for found in results.scenarios.values():
             _show_injection(_console(), found)
-        if stopped:
-            Console(stderr=True).print(
-                f"interrupted: finished {', '.join(results.scenarios) or 'nothing'}", highlight=False
-            )
-            return INTERRUPTED
-        return 0
+        if ending.failed is not None:
+            raise ending.failed
+        if not ending.stopped:
+            return 0
+        results.save()  # Ctrl-C may have hit the last writing
+        Console(stderr=True).print(
+            f"interrupted: finished {', '.join(results.scenarios) or 'nothing'}", highlight=False
+        )
+        return INTERRUPTED
 
 
-def _results(kind: str, command: Any, world: World, driving: Driving, path: Path | None) -> Results:
+def _results(
+    kind: str, command: Any, world: World, driving: Driving, path: Path | None, planned: tuple[str, ...] = ()
+) -> Results:
     """An empty result file, written at once when a path is given, so that a bad path fails before the work."""
     results = Results(
         kind=kind,
         provenance=_provenance(command, world, driving.seed),
-        planned=(driving.scenario,),
-        path=path or Path("results.json"),
+        planned=planned or (driving.scenario,),
+        path=path,
     )
-    if path is not None:
-        results.save()
+    results.save()
     return results
 
 
 def _end(results: Results, scenario: str, result: Mapping[str, Any], path: Path | None) -> int:
     results.scenarios[scenario] = dict(result)
+    results.save()
     if path is not None:
-        results.save()
-        _console().print(f"results  {path}", highlight=False)
+        _console().print(f"results  {path}", highlight=False, soft_wrap=True)
     if not result["interrupted"]:
         return 0
     kept = f"partial results kept in {path}" if path is not None else "the tables above cover the finished chunks"
@@ -221,10 +237,8 @@ def _show_profile(console: Console, result: Mapping[str, Any]) -> None:
         console.print(table)
     above = ", ".join(f"{percent(v, 0)} reach {floor}" for floor, v in result["share_above_floor"].items())
     console.print(f"inside a cycle, block 0 left out: {above}", highlight=False)
-    console.print(
-        f"structural ceiling: {percent(result['structural_skip'])} skipped, {result['structural_speedup']:.2f}x faster",
-        highlight=False,
-    )
+    top = f"{percent(result['structural_skip'])} skipped, {times(result['structural_speedup'])} faster"
+    console.print(f"structural ceiling: {top}", highlight=False)
     for floor in result["floor"].values():
         console.print(f"numerical floor: {psnr_pair(floor)} dB ({floor['label']})", highlight=False)
     console.print(result["verdict"], style="bold", highlight=False)
@@ -250,8 +264,8 @@ def _show_ablation(console: Console, result: Mapping[str, Any]) -> None:
             row["label"],
             psnr_pair(row),
             percent(row["skip_rate"]),
-            number(row["speedup"], 2, "x"),
-            number(row["ceiling"], 2, "x"),
+            times(row["speedup"]),
+            times(row["ceiling"]),
             percent(row["gate_share"]),
             number(paper.get("psnr"), 2),
             percent(paper.get("skip_rate")),

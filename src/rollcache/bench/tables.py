@@ -16,9 +16,24 @@ def number(value: float | None, digits: int = 1, suffix: str = "") -> str:
     return "–" if value is None else f"{value:.{digits}f}{suffix}"
 
 
+def times(value: float | None, sign: str = "x") -> str:
+    """A speedup or ceiling; n/a where none could be measured (`notes` says why)."""
+    return "n/a" if value is None else f"{value:.2f}{sign}"
+
+
 def percent(value: float | None, digits: int = 1) -> str:
     """A share as a percentage."""
     return "–" if value is None else f"{100 * value:.{digits}f}%"
+
+
+def headline(result: Result) -> str:
+    """Speed, fidelity and skip rate in a few words."""
+    return f"{times(result['speedup'])} at {result['psnr']:.1f} dB, {percent(result['skip_rate'])} skipped"
+
+
+def too_short(chunks: int, cycle: int) -> str:
+    """Why a rollout gives no speedup."""
+    return f"{chunks} chunks hold no whole KV cycle after the first, which is warm-up; it takes {2 * cycle} or more."
 
 
 def main_table(scenarios: Mapping[str, Result]) -> Table:
@@ -65,9 +80,9 @@ def main_table(scenarios: Mapping[str, Result]) -> Table:
             *([number((metrics.get("lpips") or {}).get("stitched"), 4)] if has_lpips else []),
             percent(s["skip_rate"]),
             f"{timing['full_seconds_per_chunk']:.3f} → {timing['seconds_per_chunk']:.3f}",
-            number(s["speedup"], 2, "x"),
-            number(s["ceiling"], 2, "x"),
-            percent(s["efficiency"], 0),
+            times(s["speedup"]),
+            times(s["ceiling"]),
+            "n/a" if s["efficiency"] is None else percent(s["efficiency"], 0),
             percent(s["gate_share"]),
             style="bold",
             end_section=True,
@@ -87,10 +102,12 @@ def controls_table(scenarios: Mapping[str, Result]) -> Table:
         table.add_column("PSNR\n(pooled)", justify="right", no_wrap=True)
     table.add_column("least\nmotion", justify="right", no_wrap=True)
 
-    def add(label: str, cells: list[Result | None], style: str) -> None:
+    def add(label: str, cells: list[Result | None], style: str, timed: bool = True) -> None:
         row = [label]
         for cell in cells:
-            row += ["–", "–"] if cell is None else [number(cell.get("speedup"), 2, "x"), psnr_pair(cell)]
+            row += (
+                ["–", "–"] if cell is None else [times(cell["speedup"]) if "speedup" in cell else "–", psnr_pair(cell)]
+            )
         motions = [cell["motion_ratio"] for cell in cells if cell is not None and cell["motion_ratio"] is not None]
         table.add_row(*row, number(min(motions, default=None), 2), style=style)
 
@@ -98,7 +115,7 @@ def controls_table(scenarios: Mapping[str, Result]) -> Table:
         add(label, cells, "bold" if label == _tested(scenarios) else "")
     table.add_section()
     for label, cells in floor_rows(scenarios):
-        add(f"floor: {label}", cells, "dim")
+        add(f"floor: {label}", cells, "dim", timed=False)
     return table
 
 
@@ -143,6 +160,14 @@ def notes(scenarios: Mapping[str, Result]) -> list[str]:
         f"{'' if s['interrupted'] else ', the time budget was used up'}."
         for name, s in scenarios.items()
         if s["chunks"] < s["take"]["chunks"]
+    ]
+    lines += [
+        f"{name}: speedup and ceiling n/a. {too_short(s['chunks'], s['protocol']['kv_every'])}"
+        for name, s in scenarios.items()
+        if s["speedup"] is None
+    ]
+    lines += [
+        f"{name}: not measured: {', '.join(s['unmeasured'])}." for name, s in scenarios.items() if s.get("unmeasured")
     ]
     reasons = {s["fidelity"]["metrics"].get("lpips", {}).get("reason") for s in scenarios.values()} - {None}
     lines += [f"LPIPS: n/a. {reason}" for reason in sorted(reasons)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 TURNING = 0.1  # rad/s: a frame with a larger yaw rate counts as turning
 START_WINDOWS = 2
+MAX_SEED = 2**40  # the noise of every cycle has a 64-bit seed that is made from this one
 
 Draw = Callable[[str, int, Drive], Mapping[str, Tensor]]  # (scenario, scene seed, drive) -> uint8 frames by view group
 
@@ -144,8 +145,46 @@ def rendered(scenario: str, scene_seed: int, drive: Drive) -> Mapping[str, Tenso
     return {group: torch.from_numpy(x) for group, x in images.items()}
 
 
-def make_take(
-    world: World,
+@dataclass(frozen=True)
+class TakePlan:
+    """A take before it is drawn. All input is checked here, so nothing that a user got wrong comes up later.
+
+    Attributes:
+        scenario: scene group.
+        seed: seed of the comparison.
+        chunks: generation steps.
+        per_step: frames per generation step.
+        begin: frames of the start.
+        drive: all rows, injections applied.
+        injections: what was injected.
+    """
+
+    scenario: str
+    seed: int
+    chunks: int
+    per_step: int
+    begin: int
+    drive: Drive
+    injections: tuple[Injection, ...] = ()
+
+    def make(self, world: World, draw: Draw = rendered) -> Take:
+        """Draw the episode and encode its start with `world`."""
+        drive, begin = self.drive, self.begin
+        images = draw(self.scenario, HELD_OUT_SEED + self.seed, drive)
+        begin_frames = {group: x[:begin] for group, x in images.items()}
+        start_action = torch.from_numpy(np.stack((drive.speed[:begin], drive.yaw_rate[:begin]), 1)).float()
+        return Take(
+            scenario=self.scenario,
+            seed=self.seed,
+            drive=drive,
+            start=world.start(begin_frames, start_action),
+            actions=chunk_actions(drive, begin, self.per_step, self.chunks),
+            truth={group: x[begin:].float() / 255 for group, x in images.items()},
+            injections=self.injections,
+        )
+
+
+def plan_take(
     scenario: str,
     *,
     seed: int = 0,
@@ -153,35 +192,31 @@ def make_take(
     protocol: Protocol | None = None,
     actions: Path | None = None,
     injections: tuple[Injection, ...] = (),
-    draw: Draw = rendered,
-) -> Take:
-    """Draw the episode and encode its start.
+) -> TakePlan:
+    """Check what is asked for and choose the drive; nothing is drawn.
 
     Args:
-        world: encodes the start.
         scenario: scene group.
         seed: of the comparison; scenes are held out from training.
         chunks: generation steps to prepare.
         protocol: decides how many frames a generation step has.
-        actions: a recorded drive (CSV); default is the scenario's scripted drive.
+        actions: a recorded drive (CSV), read once; default is the scenario's scripted drive.
         injections: abrupt actions to put into the drive; the truth is that of the drive with them.
-        draw: draws the frames.
 
     Raises:
         DriveError: a recorded drive is unreadable or too short.
-        ValueError: unknown scenario, or too few chunks.
+        ValueError: unknown scenario, a seed out of range, too few chunks, or an injection outside of them.
     """
     protocol = protocol or Protocol()
     if chunks < 2:
         raise ValueError(f"chunks is {chunks}; a comparison needs at least 2 (the first is warm-up).")
-    if seed < 0:
-        raise ValueError(f"seed is {seed}; it must be 0 or more.")
+    if not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"seed is {seed}; it must be from 0 to {MAX_SEED}.")
     per_step = FRAMES_PER_LATENT * protocol.latents_per_chunk
     begin = START_WINDOWS * protocol.window * FRAMES_PER_LATENT
     frames = begin + chunks * per_step
-    scene_seed = HELD_OUT_SEED + seed
     if actions is None:
-        drive = scripted_drive(scenario, scene_seed, frames)
+        drive = scripted_drive(scenario, HELD_OUT_SEED + seed, frames)
     else:
         drive = load_drive(actions)
         if len(drive) < frames:
@@ -194,15 +229,9 @@ def make_take(
         drive = drive.first(frames)
     for injection in injections:
         drive = injection.apply(drive, begin, per_step, chunks)
-    images = draw(scenario, scene_seed, drive)
-    begin_frames = {group: x[:begin] for group, x in images.items()}
-    start_action = torch.from_numpy(np.stack((drive.speed[:begin], drive.yaw_rate[:begin]), 1)).float()
-    return Take(
-        scenario=scenario,
-        seed=seed,
-        drive=drive,
-        start=world.start(begin_frames, start_action),
-        actions=chunk_actions(drive, begin, per_step, chunks),
-        truth={group: x[begin:].float() / 255 for group, x in images.items()},
-        injections=injections,
-    )
+    return TakePlan(scenario, seed, chunks, per_step, begin, drive, injections)
+
+
+def make_take(world: World, scenario: str, *, draw: Draw = rendered, **asked: Any) -> Take:
+    """Plan a take with the arguments of `plan_take`, draw its episode with `draw`, encode its start with `world`."""
+    return plan_take(scenario, **asked).make(world, draw)

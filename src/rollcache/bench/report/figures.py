@@ -23,7 +23,7 @@ def figures(result: Result) -> dict[str, Figure]:
     found = {"score": score_sheet(result), "skip": skip_map(result)}
     if result.get("profile"):
         found["cosine"] = cosine_maps(result)
-    if result.get("controls"):
+    if result.get("controls") and result["speedup"] is not None:
         found["frontier"] = frontier(result)
     return found
 

@@ -84,10 +84,13 @@ def render(document: Result, folder: Path | None = None) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    environment.filters |= {"number": tables.number, "percent": tables.percent, "pair": tables.psnr_pair}
+    environment.filters |= {
+        "number": tables.number,
+        "percent": tables.percent,
+        "pair": tables.psnr_pair,
+        "times": tables.times,
+    }
     first = next(iter(scenarios.values()))
-    missing = [name for name in document["planned"] if name not in scenarios]
-    cut = [name for name, s in scenarios.items() if s["interrupted"]]
     source = document["provenance"]
     return environment.get_template("page.html.j2").render(
         title=f"rollcache: {first['policy']['label']} on the street world",
@@ -96,13 +99,7 @@ def render(document: Result, folder: Path | None = None) -> str:
         version=source["versions"].get("rollcache", ""),
         date=source["time"][:16].replace("T", " ") + " UTC",
         lead=lead(scenarios),
-        status=document["status"],
-        missing=" ".join(
-            [
-                f"{', '.join(missing)} did not run." if missing else "",
-                f"{', '.join(cut)} was interrupted." if cut else "",
-            ]
-        ).strip(),
+        missing=missing(document),
         light=plain(PALETTE),
         scenarios=[_scenario(name, s, folder) for name, s in scenarios.items()],
         has_lpips=any(s["lpips"] is not None for s in scenarios.values()),
@@ -123,19 +120,33 @@ def render(document: Result, folder: Path | None = None) -> str:
     )
 
 
+def missing(document: Result) -> str:
+    """What partial results lack, in a sentence or more; empty when all was measured."""
+    scenarios, generated = document["scenarios"], document.get("generated", {})
+    cut = [name for name, s in scenarios.items() if s["interrupted"]]
+    groups = (
+        ([n for n in document["planned"] if n not in scenarios and n not in generated], "did not run."),
+        (list(generated), "was generated, but not measured."),
+        (cut, "was interrupted."),
+    )
+    return " ".join(f"{', '.join(names)} {what}" for names, what in groups if names)
+
+
 def lead(scenarios: Mapping[str, Result]) -> str:
     """The result in one or two sentences."""
     first = next(iter(scenarios.values()))
     label = first["policy"]["label"]
 
     def span(key: str, digits: int, scale: float = 1.0) -> str:
-        values = sorted(scale * s[key] for s in scenarios.values())
+        values = sorted(scale * s[key] for s in scenarios.values() if s[key] is not None)
         low, high = f"{values[0]:.{digits}f}", f"{values[-1]:.{digits}f}"
         return low if low == high else f"{low} to {high}"
 
+    timed = any(s["speedup"] is not None for s in scenarios.values())
+    fast = f"runs the transformer {span('speedup', 2)} times as fast" if timed else "ran too short for a speedup"
     text = (
-        f"{label} skips {span('skip_rate', 0, 100)}% of the block evaluations and runs the transformer "
-        f"{span('speedup', 2)} times as fast, at {span('psnr', 1)} dB to full compute."
+        f"{label} skips {span('skip_rate', 0, 100)}% of the block evaluations and {fast}, "
+        f"at {span('psnr', 1)} dB to full compute."
     )
     floors = [f["psnr"] for s in scenarios.values() for f in s["floor"].values()]
     if floors:
@@ -144,7 +155,7 @@ def lead(scenarios: Mapping[str, Result]) -> str:
     better: dict[str, list[str]] = {}
     for name, s in scenarios.items():
         for c in s["controls"]:
-            if c["speedup"] >= s["speedup"] and c["psnr"] >= s["psnr"] - 0.5:
+            if s["speedup"] is not None and c["speedup"] >= s["speedup"] and c["psnr"] >= s["psnr"] - 0.5:
                 better.setdefault(c["label"], []).append(name)
     if better:
         which = ", ".join(f"{label} ({', '.join(names)})" for label, names in better.items())
