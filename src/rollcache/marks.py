@@ -86,7 +86,8 @@ class Marks:
         """One continuous generation, which begins at chunk 0 and reuses nothing of another one.
 
         Args:
-            key: name of the rollout; by default one that nothing else has.
+            key: name of the rollout; by default one that nothing else has. One that was used before starts over at
+                chunk 0; chunks that are numbered on by hand, `chunk(index)`, go on where they were left.
             resume: go on where the rollout `key` was left, for loops that leave it between chunks, as several rollouts
                 that take turns on one model do. A key that is new, was reset, or had to make room begins at chunk 0.
         """
