@@ -135,7 +135,7 @@ def load_results(path: Path) -> dict[str, Any]:
         raise ResultsError(f"{path} is no result file of this version: schema is {found!r}, not {SCHEMA!r}")
     if document.get("kind") not in REPORTED:
         raise ResultsError(f"{path} comes from rollcache {document.get('kind')}, which has no report.")
-    if damage := fault(document, DOCUMENT):
+    if damage := fault(document, DOCUMENT) or _odd_frames(document["scenarios"]):
         raise ResultsError(f"{path} is damaged: {damage}. Run the command again that made it.")
     return document
 
@@ -159,6 +159,15 @@ def mark_reported(path: Path, document: Mapping[str, Any]) -> None:
     status = AFTER_REPORT.get(document["status"])
     if status is not None:
         write_atomic(path, dump({**document, "status": status}))
+
+
+def _odd_frames(scenarios: Mapping[str, Any]) -> str | None:
+    """Frames that cannot be those of the chunks, which would be drawn wrongly rather than fail."""
+    for name, s in scenarios.items():
+        frames, chunks = len(s["fidelity"]["trace"]), len(s["decisions"]["chunks"])
+        if not (frames and chunks) or frames % chunks:
+            return f"scenarios.{name} has fidelity.trace of length {frames} for {chunks} chunks in decisions.chunks"
+    return None
 
 
 def _no_number(text: str) -> Any:
