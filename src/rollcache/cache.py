@@ -155,7 +155,7 @@ class Cache:
                 f"  skipped  {s.skip_rate:.1%} of {s.cells} block evaluations after warm-up, {s.warmup_cells} in it",
                 f"  reasons  {why}",
                 f"  memory   {_bytes(s.bytes_actual)} held, {_bytes(s.bytes_predicted)} predicted, {budget}, "
-                f"{len(engine.rollouts)} rollouts",
+                f"{len(engine.rollouts)} rollout{'' if len(engine.rollouts) == 1 else 's'}",
                 f"  seconds {s.gate_seconds:.3f} deciding, {s.keep_seconds:.3f} storing, {s.replay_seconds:.3f} adding",
             )
         )

@@ -37,6 +37,7 @@ class Reason(StrEnum):
     COSINE = "input is not similar enough"
     DEVIATION = "input deviates too much somewhere"
     SIMILAR = "similar"
+    SCHEDULE = "the schedule says so"
 
 
 class Decision(NamedTuple):

@@ -6,7 +6,7 @@ from rollcache.adapters import Adapter, BlockIO
 from rollcache.cache import Cache, disable, enable, summary
 from rollcache.decision import Action, Decision, Reason, Record, Stats, Trace
 from rollcache.passes import Cell, Condition, Pass, Role, RollcacheError, RollcacheWarning, Segment
-from rollcache.policies import Evidence, Policy, PolicyConfig, Similarity, WindowReuse, XCache
+from rollcache.policies import Evidence, Policy, PolicyConfig, Similarity, StepReuse, WindowReuse, XCache
 
 __all__ = [
     "Action",
@@ -28,6 +28,7 @@ __all__ = [
     "Segment",
     "Similarity",
     "Stats",
+    "StepReuse",
     "Trace",
     "WindowReuse",
     "XCache",

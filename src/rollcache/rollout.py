@@ -33,7 +33,7 @@ class Rollout:
 
     Attributes:
         policy: the method, with what it has learnt.
-        rows: stored residuals by (branch, step).
+        rows: stored residuals by (branch, step); by (branch, -1) where they are reused across steps.
         chunk: index of the chunk under way.
         ordinal: chunks begun before this one since the state was last invalidated; -1 until one begins. Nothing is
             stored before, so after an invalidation in mid-chunk the next chunk is exact.
@@ -100,6 +100,9 @@ class Rollout:
                 self.clear("the steps or branches of a chunk changed")
             else:
                 self._schedule = self._visited
+        if self.policy.across == "steps":
+            for row in self.rows.values():
+                row.forget()
         self._weights = weights
         self._visited = set()
         self.chunk = where.chunk
@@ -117,11 +120,12 @@ class Rollout:
 
     def row(self, where: Pass, cells: tuple[Cell, ...]) -> Row:
         """Where the residuals of a pass are kept."""
-        key = (where.branch, where.step)
+        across_steps = self.policy.across == "steps"
+        key = (where.branch, -1 if across_steps else where.step)
         row = self.rows.get(key)
         if row is None:
             row = self.rows[key] = Row(cells, self._budget, self._dtype)
-        elif row.time != where.time:
+        elif row.time != where.time and not across_steps:
             row.drop()
         row.time = where.time
         return row
@@ -133,7 +137,8 @@ class Rollout:
     def may_skip(self, where: Pass, weights: Callable[[], object]) -> bool:
         """Whether a chunk could be emitted from what this rollout remembers."""
         return (
-            self.chunk is not None
+            self.policy.across == "chunks"
+            and self.chunk is not None
             and where.chunk > self.chunk
             and self.ordinal >= 0
             and self.ordinal + 1 >= self.policy.warmup_chunks

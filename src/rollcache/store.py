@@ -228,6 +228,13 @@ class Row:
             self._run = (start, stop)
         return tuple(total)
 
+    def forget(self) -> None:
+        """Forget what was stored; the buffers stay for what comes."""
+        self.entries = [None] * len(self.cells)
+        self._run = self._sound = None
+        self._stamps = [-1] * len(self.cells)
+        self._pending = [False] * len(self.cells)
+
     def drop(self) -> None:
         """Forget everything and give the bytes back."""
         self._budget.used -= self.bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import nan
-from typing import Protocol
+from typing import Literal, Protocol
 
 from rollcache.conditions import UNMOVED, Moved
 from rollcache.decision import Decision, Record
@@ -62,11 +62,14 @@ class Policy(ABC):
     `DENOISE`, and cells for which nothing usable is stored.
 
     Attributes:
+        across: what a stored residual is reused for. `chunks`: the same step of later chunks. `steps`: later steps of
+            the same chunk; then one residual per span and branch is kept, and every chunk begins with none.
         spans: the blocks that may be replayed, as ranges in block order. One decision covers one span.
         warmup_chunks: chunks computed in full at the start of a rollout, and after everything that invalidates it.
         sampling: what fingerprints must show; None when `Evidence.similarity` is never asked for.
     """
 
+    across: Literal["chunks", "steps"] = "chunks"
     spans: tuple[range, ...]
     warmup_chunks: int
     sampling: Sampling | None
