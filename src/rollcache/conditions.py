@@ -39,7 +39,7 @@ class Snapshot:
     def of(cls, conditions: tuple[Condition, ...]) -> Snapshot:
         """Copy the values."""
         with torch.inference_mode(False):
-            return cls(tuple(Condition(c.name, c.value.detach().clone(), c.scale) for c in conditions))
+            return cls(tuple(Condition(c.name, c.value.detach().clone(), c.scale, c.in_cosine) for c in conditions))
 
     def moved(self, now: tuple[Condition, ...]) -> Moved:
         """How far `now` is from this snapshot. Other names or shapes are infinitely far."""
@@ -49,7 +49,8 @@ class Snapshot:
         changes = [_moved(a, b.value) for a, b in zip(now, then, strict=True)]
         if not all(isfinite(m.cosine) for m in changes):
             return NOT_FINITE
-        return Moved(max((m.distance for m in changes), default=0.0), min((m.cosine for m in changes), default=1.0))
+        cosines = [m.cosine for m, c in zip(changes, now, strict=True) if c.in_cosine]
+        return Moved(max((m.distance for m in changes), default=0.0), min(cosines, default=1.0))
 
 
 def _moved(condition: Condition, then: Tensor) -> Moved:

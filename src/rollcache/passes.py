@@ -87,6 +87,8 @@ class Condition:
         scale: typical size of a change, broadcastable to `value` (for actions: their standard deviation). It makes the
             scaled test `max|value - stored| / scale` see a change in any dimension, whatever its unit. Without it the
             test is the relative change of the whole vector, `|value - stored| / |stored|`, in which small units drown.
+        in_cosine: whether the paper's similarity has the raw cosine of this vector as an entry. It has none of what
+            enters the model by cross-attention alone, so there such a condition changes unseen.
 
     Raises:
         TypeError: the name is no string, or the value or the scale no real tensor.
@@ -98,6 +100,7 @@ class Condition:
     name: str
     value: Tensor
     scale: Tensor | None = None
+    in_cosine: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
