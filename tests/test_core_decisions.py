@@ -39,7 +39,7 @@ def drive(
     """Run both over a rollout whose input moves by `changes` from chunk to chunk.
 
     Returns:
-        The first disagreement with what led to it, if there is one, and the largest difference of the outputs while they agreed.
+        The first disagreement with what led to it, if there is one, and the largest difference of the outputs before.
     """
     g = torch.Generator().manual_seed(seed)
     model = mixing(DEPTH, WIDTH, seed, strength=0.3).to(dtype)
