@@ -8,6 +8,7 @@ import torch
 from street_doubles import noise_frames, random_world
 
 from rollcache.bench.ablate import ablate, rows
+from rollcache.bench.controls import control_plans, fewer_steps
 from rollcache.bench.inject import follow, inject, plans
 from rollcache.bench.lanes import FULL, open_lane, race
 from rollcache.bench.profile import Profiler
@@ -33,6 +34,17 @@ def test_brake_in_the_middle_of_a_cycle(world: World) -> None:
     assert blind["recomputed"][2] < found["cells_per_chunk"]
     assert blind["follow_rest"] < 0.9
     assert found["effect"]["rest"] < 60
+
+
+def test_a_car_that_cuts_in_is_followed_only_where_the_traffic_is_a_condition(world: World) -> None:
+    take = make_take(world, "highway", chunks=12, draw=noise_frames)
+    variants = [plan for plan in plans() if plan.key in ("xcache", "blind-9995", "frozen")]
+    found = inject(world, take, Protocol(), Injection("cut-in", 6), variants=variants, reload=random_world)
+    ours, blind, frozen = found["rows"]
+    assert ours["follow_rest"] == pytest.approx(1, abs=0.05)
+    assert ours["recomputed"][2] == found["cells_per_chunk"]
+    assert frozen["follow_rest"] == pytest.approx(0, abs=0.01)
+    assert blind["recomputed"][2] < found["cells_per_chunk"] and blind["follow_rest"] < 0.9
 
 
 @pytest.mark.parametrize("chunk", [-2, 2, 8, 10, 11])
@@ -109,3 +121,9 @@ def test_study_commands(street_weights: Path, tmp_path: Path, capsys: pytest.Cap
     assert [row["key"] for row in table["rows"]] == ["default", "ours"]
     assert main(["ablate", *common, "--only", "everything"]) == 2
     assert "there is no row 'everything'" in capsys.readouterr().err
+
+
+def test_many_steps_have_few_controls() -> None:
+    assert fewer_steps(4) == [3, 2, 1] and fewer_steps(1) == []
+    assert fewer_steps(50) == [25, 12, 6]
+    assert [p.steps for p in control_plans(Protocol.named("chunked", steps=50), "xcache") if p.steps] == [25, 12, 6]

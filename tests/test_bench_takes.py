@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,20 @@ def test_injection_changes_nothing_before_its_chunk() -> None:
     assert not braked.actions[5:, :, 0].any()
     assert torch.allclose(steered.actions[5:, :, 1], torch.tensor(0.67))
     assert torch.equal(steered.actions[5:, :, 0], take.actions[5:, :, 0])
+
+
+def test_a_car_that_cuts_in_is_told_from_its_chunk_on_and_changes_no_action() -> None:
+    take = make_take(random_world(), "highway", chunks=8, draw=noise_frames)
+    other = take.injected(Injection("cut-in", 5))
+    before, after = take.start.scenery, other.start.scenery
+    assert before is not None and after is not None
+    assert torch.equal(other.actions, take.actions) and other.drive is take.drive
+    assert after.agent_there[:, -1].tolist() == [False] * 13 + [True] * 3
+    gap = (after.agent_box[:, -1, :2] - after.pose[:, :2]).norm(dim=1)
+    torch.testing.assert_close(gap, torch.full((16,), 9.0), atol=1e-3, rtol=1e-4)
+    silent = replace(take, start=replace(take.start, scenery=None))
+    with pytest.raises(ValueError, match="a car cannot cut in: this take tells the model nothing"):
+        silent.injected(Injection("cut-in", 5))
 
 
 @pytest.mark.parametrize("chunk", [-1, 8])

@@ -12,6 +12,7 @@ from rollcache.street.data import hold, latent_actions, mirror_frames
 from rollcache.street.dit import DiTConfig, StreetDiT, WindowKV
 from rollcache.street.protocol import Protocol
 from rollcache.street.rig import CELLS, RIG
+from rollcache.street.scenery import ATTRIBUTES, Scenery
 from rollcache.street.world import Session, Start, World
 
 WINDOW = 4
@@ -129,7 +130,7 @@ def test_pass_with_wrong_shape_names_the_shapes() -> None:
         random_model()(**x, commit=True)
 
 
-@pytest.mark.parametrize("kind", ["receding", "chunked", "shared"])
+@pytest.mark.parametrize("kind", ["receding", "chunked", "shared", "sliding"])
 def test_same_seed_and_actions_give_the_same_rollout(world: World, start: Start, kind: str) -> None:
     def run(seed: int) -> torch.Tensor:
         session = Session(world, start, Protocol.named(kind), seed=seed)
@@ -142,13 +143,36 @@ def test_same_seed_and_actions_give_the_same_rollout(world: World, start: Start,
 
 def test_receding_commits_once_per_window_and_shared_with_the_cycle(world: World, start: Start) -> None:
     passes = {}
-    for kind in ("receding", "chunked", "shared"):
+    for kind in ("receding", "chunked", "shared", "sliding"):
         session = Session(world, start, Protocol.named(kind))
         action = torch.zeros(session.frames_per_step, 2)
         passes[kind] = [session.step(action).passes for _ in range(8)]
     assert passes["receding"] == [4, 4, 4, 5] * 2
     assert passes["chunked"] == [5] * 8
     assert passes["shared"] == [5, 4, 4, 4] * 2
+    assert passes["sliding"] == [4, 4, 4, 5] * 2
+
+
+def test_a_sliding_window_begins_with_what_it_emits_and_commits_whole_windows(world: World) -> None:
+    """After a cycle a session stands where a receding one does; inside, the window moves with every step."""
+    pose = torch.zeros(16, 3)
+    empty = torch.zeros(0, dtype=torch.int64)
+    boxes, colours = torch.zeros(0, 7), torch.zeros(0, 3)
+    there = torch.zeros(16, 0, dtype=torch.bool)
+    told = Scenery(boxes, empty, colours, torch.zeros(16, 0, 7), there, empty, colours, pose, torch.zeros(ATTRIBUTES))
+    start = Start(torch.randn(2 * WINDOW, CELLS, Z), torch.zeros(2 * WINDOW, 4), told)
+    sliding, receding = (Session(world, start, Protocol.named(kind)) for kind in ("sliding", "receding"))
+    times = []
+    for n in range(5):
+        times.append((sliding._time, sliding._frame))
+        for session in (sliding, receding):
+            session.step(torch.tensor([[6.0, 0.2]] * 2))
+        if n == 3:
+            assert (sliding._time, sliding._frame) == (receding._time, receding._frame)
+            assert sliding._pose is not None and receding._pose is not None
+            torch.testing.assert_close(sliding._pose, receding._pose)
+            assert [len(s.kv.entries) for s in (sliding, receding)] == [2, 2]
+    assert times == [(8 + n, 8 + n) for n in range(5)]
 
 
 def test_receding_hears_a_new_action_in_the_middle_of_a_cycle(world: World, start: Start) -> None:
@@ -179,8 +203,8 @@ def test_bad_actions_are_refused_and_the_session_goes_on(world: World, start: St
 
 
 def test_protocols_say_what_is_wrong() -> None:
-    with pytest.raises(ValueError, match="unknown protocol kind 'sliding'"):
-        Protocol.named("sliding")
+    with pytest.raises(ValueError, match="unknown protocol kind 'spinning'"):
+        Protocol.named("spinning")
     with pytest.raises(ValueError, match="kv_every"):
         Protocol(kind="receding", kv_every=2)
     with pytest.raises(ValueError, match="rho"):

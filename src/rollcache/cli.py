@@ -38,8 +38,10 @@ COMMANDS: dict[str, Any] = {
             "codec": Command("rollcache.cli_street", "TrainCodec", "fit and train the video codec"),
             "teacher": Command("rollcache.cli_street", "TrainTeacher", "train the many-step transformer"),
             "student": Command("rollcache.cli_street", "TrainStudent", "distil it to four steps"),
+            "probe": Command("rollcache.cli_street", "TrainProbe", "train what reads actions from frames"),
         },
-        "pack": Command("rollcache.cli_street", "Pack", "make a weights file of the three"),
+        "pack": Command("rollcache.cli_street", "Pack", "make a weights file of the trained parts"),
+        "eval": Command("rollcache.cli_street_eval", "Eval", "how good the world is, against the renderer"),
     },
 }
 

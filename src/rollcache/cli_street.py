@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from rollcache.street.evaluate.probe_training import ProbeTraining
 from rollcache.street.train import CodecTraining, StudentTraining, TeacherTraining
 
 if TYPE_CHECKING:
@@ -129,11 +131,29 @@ class TrainStudent:
         """Run it; returns the exit code."""
         from rollcache.street.train import train_student
 
-        codec, teacher = _codec(self.folder), _transformer(self.folder, "teacher")
+        codec, teacher = _codec(self.folder), _teacher(self.folder)
         return _train(
             "student",
             lambda watch: train_student(self.data, codec, teacher, self.folder / "student", self.config, watch),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainProbe:
+    """Train the probe that reads speed and yaw rate from frames, for street eval. Can be resumed like the others."""
+
+    data: Path = WORK / "data"
+    """Clips, made by: rollcache street data."""
+    folder: Path = WORK
+    """Training folder that holds `codec`; the probe goes into its folder `probe`."""
+    config: Annotated[ProbeTraining, tyro.conf.arg(name="")] = field(default_factory=ProbeTraining)
+
+    def run(self) -> int:
+        """Run it; returns the exit code."""
+        from rollcache.street.evaluate.probe_training import train_probe
+
+        codec = _codec(self.folder)
+        return _train("probe", lambda watch: train_probe(self.data, codec, self.folder / "probe", self.config, watch))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,21 +163,21 @@ class Pack:
     out: Path
     """The file to write; its checksum goes beside it."""
     folder: Path = WORK
-    """Training folder that holds `codec` and `student`."""
-    stage: str = "student"
-    """Which transformer to pack: student or teacher."""
+    """Training folder that holds `codec`, `teacher` and, once they are trained, `student` and `probe`."""
 
     def run(self) -> int:
         """Run it; returns the exit code."""
         import torch
 
+        from rollcache.measure.provenance import revision
+        from rollcache.street.lowrank import updates
         from rollcache.street.weights import pack
 
-        if self.stage not in ("student", "teacher"):
-            raise ValueError(f"--stage is {self.stage!r}; choose student or teacher.")
-        codec, model = _codec(self.folder), _transformer(self.folder, self.stage)
-        facts: dict[str, Any] = {"stage": self.stage}
-        for part in ("codec", "teacher", "student"):
+        codec, model = _codec(self.folder), _teacher(self.folder)
+        student = updates(_average(self.folder, "student")) if _trained(self.folder, "student") else None
+        probe = _average(self.folder, "probe") if _trained(self.folder, "probe") else None
+        facts: dict[str, Any] = {"version": version("rollcache"), "revision": revision()}
+        for part in ("codec", "teacher", "student", "probe"):
             checkpoint = self.folder / part / "checkpoint.pt"
             if checkpoint.exists():
                 state = torch.load(checkpoint, weights_only=True)
@@ -165,8 +185,9 @@ class Pack:
                     "steps": state["step"],
                     "minutes": round(state["seconds"] / 60, 1),
                     "loss": round(state["loss"], 5),
+                    "recipe": state.get("recipe", {}),
                 }
-        digest = pack(self.out, model, codec, facts)
+        digest = pack(self.out, model, codec, facts, student, probe)
         Console(highlight=False).print(
             f"{self.out}  {self.out.stat().st_size / 2**20:.1f} MiB  sha256 {digest}", soft_wrap=True
         )
@@ -207,11 +228,11 @@ def _codec(folder: Path) -> Codec:
     return codec
 
 
-def _transformer(folder: Path, stage: str) -> StreetDiT:
-    """The trained teacher or student of a training folder."""
+def _teacher(folder: Path) -> StreetDiT:
+    """The trained teacher of a training folder."""
     from rollcache.street.dit import DiTConfig, StreetDiT
 
-    average = _average(folder, stage)
+    average = _average(folder, "teacher")
     model = StreetDiT(DiTConfig(channels=average["head.weight"].shape[0]))
     model.load_state_dict(average)
     return model
@@ -220,9 +241,13 @@ def _transformer(folder: Path, stage: str) -> StreetDiT:
 def _average(folder: Path, stage: str) -> dict[str, Any]:
     from rollcache.street.weights import average_of
 
-    if not (folder / stage / "checkpoint.pt").exists():
+    if not _trained(folder, stage):
         raise ValueError(f"no {stage} in {folder}; train it first: rollcache street train {stage} --folder {folder}")
     return average_of(folder / stage)
+
+
+def _trained(folder: Path, stage: str) -> bool:
+    return (folder / stage / "checkpoint.pt").exists()
 
 
 def _bar() -> Progress:

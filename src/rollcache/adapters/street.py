@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from rollcache.adapters.spec import Adapter, Args, Kwargs
 from rollcache.passes import Condition, Pass, Role, RollcacheError, Segment
 from rollcache.street.dit import ACTION_SD, StreetDiT
 from rollcache.street.protocol import Where
+
+AGENT_UNIT = torch.tensor(2.0)  # cells: at the usual tolerance an agent may cover a tenth of a cell more or less
 
 
 def place(model: StreetDiT, where: Where) -> Pass:
@@ -16,6 +20,8 @@ def place(model: StreetDiT, where: Where) -> Pass:
     if where.action is not None:
         per_frame = where.action.new_tensor(ACTION_SD).repeat(where.action.shape[-1] // len(ACTION_SD))
         conditions = (Condition("action", where.action, per_frame),)
+    if where.agents is not None:
+        conditions = (*conditions, Condition("agents", where.agents, AGENT_UNIT, in_cosine=False))
     return Pass(
         role=Role(where.role),
         rollout=where.rollout,

@@ -70,9 +70,16 @@ def control_plans(protocol: Protocol, tested: str) -> list[Plan]:
         plans.append(Plan(key="frozen", label="frozen window", frozen=True))
     plans += [
         Plan(key=f"steps-{n}", label=f"{n} step{'s' if n > 1 else ''} of {protocol.steps}", steps=n)
-        for n in range(protocol.steps - 1, 0, -1)
+        for n in fewer_steps(protocol.steps)
     ]
     return plans
+
+
+def fewer_steps(steps: int) -> list[int]:
+    """The step counts below `steps` that are controls: all of a few, the halves of many."""
+    if steps <= 4:
+        return list(range(steps - 1, 0, -1))
+    return [n for n in (steps // 2, steps // 4, steps // 8) if n > 0]
 
 
 def floor_plans(dtype: str, other: bool, device: str = "cpu") -> list[Plan]:

@@ -65,7 +65,7 @@ class Window:
 
 def commits_in(chunk: int, protocol: Protocol) -> int:
     """Commit passes of one generation step."""
-    if protocol.kind == "receding":
+    if protocol.kind in ("receding", "sliding"):
         return int(chunk % protocol.kv_every == protocol.kv_every - 1)
     return int(chunk % protocol.kv_every == 0)
 

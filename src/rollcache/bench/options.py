@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from rollcache.street.world import World
 
 Scenario = Literal["urban", "highway", "u-turn"]
-Kind = Literal["receding", "chunked", "shared"]
+Kind = Literal["receding", "chunked", "shared", "sliding"]
+Stage = Literal["student", "teacher"]
 PolicyName = Literal["xcache", "xcache-paper", "window-reuse", "none"]
 
 
@@ -25,12 +26,14 @@ class Machine:
 
     Attributes:
         weights: weights of the street world; default those that come with rollcache.
+        stage: which transformer of them: the student needs 4 denoising steps, the teacher many (--steps 50).
         dtype: precision of matrix products; `auto` is bfloat16 where the processor has it.
         device: torch device.
         threads: threads of torch; default its own choice.
     """
 
     weights: Path | None = None
+    stage: Stage = "student"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "cpu"
     threads: int | None = None
@@ -54,13 +57,13 @@ class Machine:
             torch.empty(1, device=self.device)
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"--device {self.device}: {str(error).splitlines()[0]}") from None
-        return World.load(self.weights, dtype=self.dtype, device=self.device)
+        return World.load(self.weights, dtype=self.dtype, device=self.device, stage=self.stage)
 
     def reload(self, dtype: str) -> World:
         """The same weights in another precision."""
         from rollcache.street.world import World
 
-        return World.load(self.weights, dtype=dtype, device=self.device)  # type: ignore[arg-type]
+        return World.load(self.weights, dtype=dtype, device=self.device, stage=self.stage)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)

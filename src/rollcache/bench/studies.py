@@ -135,11 +135,11 @@ class Ablate:
 
 @dataclass(frozen=True, kw_only=True)
 class Inject:
-    """Brake and steer abruptly in the middle of a KV cycle: which cache follows, and which ignores it?"""
+    """Brake, steer, or let a car cut in amid a KV cycle: which cache follows, and which ignores it?"""
 
     at: int = 10
     """Chunk of the injection. Neither the first chunk of a cycle nor in the first cycle."""
-    kinds: tuple[Literal["brake", "steer"], ...] = ("brake", "steer")
+    kinds: tuple[Literal["brake", "steer", "cut-in"], ...] = ("brake", "steer", "cut-in")
     """What is injected."""
     json: Path | None = None
     """Write the measurements to this file."""
@@ -155,7 +155,7 @@ class Inject:
         """Run it; returns the exit code."""
         planned, protocol = self.driving.plan(), self.driving.rules()
         if not self.kinds:
-            raise ValueError("--kinds is empty; name brake, steer or both.")
+            raise ValueError("--kinds is empty; name brake, steer or cut-in.")
         check_place(self.at, planned.chunks, protocol)
         world = self.machine.world()
         check_plans(world, protocol, plans())

@@ -21,29 +21,36 @@ from rollcache.street.protocol import Protocol
 from rollcache.street.rig import FRAMES_PER_LATENT
 
 if TYPE_CHECKING:
+    from rollcache.street.scenery import Scenery
     from rollcache.street.world import Start, World
 
+CAR = (0.74, 4.5, 1.85, 1.48)  # height of the middle, length, width, height in metres
+RED = (0.80, 0.20, 0.17)
 TURNING = 0.1  # rad/s: a frame with a larger yaw rate counts as turning
 START_WINDOWS = 2
 MAX_SEED = 2**40  # the noise of every cycle has a 64-bit seed that is made from this one
 
 Draw = Callable[[str, int, Drive], Mapping[str, Tensor]]  # (scenario, scene seed, drive) -> uint8 frames by view group
+Tell = Callable[[str, int, Drive], "Scenery | None"]  # the same -> what the model is told of the scene
 
 
 @dataclass(frozen=True)
 class Injection:
-    """An abrupt action in the middle of a drive.
+    """An abrupt action, or an abrupt event, in the middle of a drive.
 
     Attributes:
         kind: "brake" (to standstill) or "steer" (to `yaw_rate`), both from one frame to the next: harsher than any car,
-            and a single change that a gate sees once or never.
+            and a single change that a gate sees once or never. "cut-in": a car is suddenly `gap` ahead and stays there,
+            told to the model and commanded by nobody.
         chunk: the generation step whose first frame feels it.
         yaw_rate: of "steer", rad/s.
+        gap: of "cut-in", metres from the ego to the middle of the car.
     """
 
     kind: str
     chunk: int
     yaw_rate: float = 0.67
+    gap: float = 9.0
 
     def apply(self, drive: Drive, begin: int, per_step: int, chunks: int) -> Drive:
         """The drive with the injection.
@@ -62,7 +69,25 @@ class Injection:
         row = begin + self.chunk * per_step
         if self.kind == "brake":
             return drive.with_brake(row, decel=float(FPS * drive.speed.max() + 1))
-        return drive.with_steer(row, self.yaw_rate)
+        return drive if self.kind == "cut-in" else drive.with_steer(row, self.yaw_rate)
+
+    def tell(self, scenery: Scenery | None, begin: int, per_step: int) -> Scenery | None:
+        """What the model is told with the injection; arguments as in `apply`.
+
+        Raises:
+            ValueError: a car cannot cut in where nothing is told.
+        """
+        if self.kind != "cut-in":
+            return scenery
+        if scenery is None:
+            raise ValueError("a car cannot cut in: this take tells the model nothing of its scene.")
+        first = (begin + self.chunk * per_step) // FRAMES_PER_LATENT
+        x, y, yaw = scenery.pose.unbind(1)
+        box = torch.stack(
+            (x + self.gap * yaw.cos(), y + self.gap * yaw.sin(), *(torch.full_like(x, v) for v in CAR), yaw), 1
+        )
+        there = torch.arange(len(scenery), device=x.device) >= first
+        return scenery.with_agent("car", RED, box, there)
 
 
 @dataclass(frozen=True)
@@ -108,7 +133,9 @@ class Take:
         begin = len(self.drive) - self.chunks * per_step
         drive = injection.apply(self.drive, begin, per_step, self.chunks)
         actions = chunk_actions(drive, begin, per_step, self.chunks)
-        return replace(self, drive=drive, actions=actions, injections=(*self.injections, injection))
+        told = injection.tell(self.start.scenery, begin, per_step)
+        start = self.start if told is self.start.scenery else replace(self.start, scenery=told)
+        return replace(self, drive=drive, start=start, actions=actions, injections=(*self.injections, injection))
 
     def describe(self) -> dict[str, object]:
         """Plain values for a result file."""
@@ -145,6 +172,14 @@ def rendered(scenario: str, scene_seed: int, drive: Drive) -> Mapping[str, Tenso
     return {group: torch.from_numpy(x) for group, x in images.items()}
 
 
+def told(scenario: str, scene_seed: int, drive: Drive) -> Scenery:
+    """What stands and drives along `drive` through the scene."""
+    from rollcache.street.scene import Scene
+    from rollcache.street.scenery import scenery_of
+
+    return scenery_of(Scene(scenario, scene_seed).simulate(drive))
+
+
 @dataclass(frozen=True)
 class TakePlan:
     """A take before it is drawn. All input is checked here, so nothing that a user got wrong comes up later.
@@ -167,7 +202,7 @@ class TakePlan:
     drive: Drive
     injections: tuple[Injection, ...] = ()
 
-    def make(self, world: World, draw: Draw = rendered) -> Take:
+    def make(self, world: World, draw: Draw = rendered, tell: Tell = told) -> Take:
         """Draw the episode and encode its start with `world`."""
         drive, begin = self.drive, self.begin
         images = draw(self.scenario, HELD_OUT_SEED + self.seed, drive)
@@ -177,7 +212,7 @@ class TakePlan:
             scenario=self.scenario,
             seed=self.seed,
             drive=drive,
-            start=world.start(begin_frames, start_action),
+            start=world.start(begin_frames, start_action, tell(self.scenario, HELD_OUT_SEED + self.seed, drive)),
             actions=chunk_actions(drive, begin, self.per_step, self.chunks),
             truth={group: x[begin:].float() / 255 for group, x in images.items()},
             injections=self.injections,

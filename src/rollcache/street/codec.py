@@ -11,6 +11,8 @@ rig (see `rig.CELLS`), Z latent channels.
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -56,6 +58,11 @@ class Codec(nn.Module):
         self.out = nn.Conv2d(fine, FRAMES_PER_LATENT * 3 * 4, 3, padding=1)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
+
+    @property
+    def tag(self) -> str:
+        """Eight hexadecimal digits that name the latent space: those of its linear part."""
+        return hashlib.sha256(self.basis.numpy().tobytes() + self.scale.numpy().tobytes()).hexdigest()[:8]
 
     @torch.no_grad()
     def fit(self, patches: Tensor) -> Tensor:

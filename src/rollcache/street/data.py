@@ -1,13 +1,15 @@
 """Training data of the street world: rendered clips on disk, their latents, and random window samples.
 
-A clip file holds the frames of every view group (uint8) and the actions of one episode. Latents are computed once per
-clip and codec, for the clip and for its mirror image, and kept beside it.
+A clip file holds the frames of every view group (uint8) and the actions of one episode; its scenery lies beside it.
+Latents are computed once per clip and codec, for the clip and for its mirror image, and kept beside it, too.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
+import multiprocessing
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -16,8 +18,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollcache.street.codec import Codec
+from rollcache.street.codec import Codec, check_frames
+from rollcache.street.describe import Described, describe_log
 from rollcache.street.rig import FRAMES_PER_LATENT, RIG
+from rollcache.street.scenery import Scenery, scenery_of
 
 HELD_OUT_SEED = 100_000  # seeds from here on are never trained on
 
@@ -46,8 +50,10 @@ def render_clips(
         for done, seed in enumerate(seeds, 1):
             scenario = SCENARIOS[seed % len(SCENARIOS)]
             path = folder / f"clip-{seed:06d}-{scenario}.npz"
-            if not path.exists():
+            if not (path.exists() and scenery_path(path).exists()):
                 episode = make_episode(scenario, seed, frames)
+                _save(scenery_of(episode).tensors(), scenery_path(path))
+            if not path.exists():
                 images = renderer.frames(episode, 0, frames)
                 action = np.stack([episode.drive.speed[:frames], episode.drive.yaw_rate[:frames]], 1)
                 part = path.with_suffix(".part.npz")
@@ -57,6 +63,38 @@ def render_clips(
             if progress:
                 progress(done)
     return paths
+
+
+@contextmanager
+def rendering(folder: Path, clips: int, frames: int = 96) -> Iterator[None]:
+    """Render `clips` more training clips into `folder` meanwhile, in a process of its own; it ends with the block."""
+    if clips == 0:
+        yield
+        return
+    there = [int(p.name[5:11]) for p in folder.glob("clip-??????-*.npz")]
+    first = 1 + max((s for s in there if s < HELD_OUT_SEED), default=-1)
+    process = multiprocessing.get_context("spawn").Process(
+        target=render_clips, args=(folder, range(first, first + clips), frames), daemon=True
+    )
+    process.start()
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.join()
+
+
+def scenery_path(clip: Path) -> Path:
+    """Where the scenery of a clip file lies."""
+    return clip.with_suffix(".scenery.safetensors")
+
+
+def load_scenery(clip: Path) -> Scenery:
+    """The scenery of a clip file; raises ValueError when it is not there."""
+    path = scenery_path(clip)
+    if not path.exists():
+        raise ValueError(f"{path} is missing; make it: rollcache street data --folder {clip.parent}")
+    return Scenery(**load_file(path))
 
 
 def mirror_frames(frames: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -69,10 +107,19 @@ def mirror_frames(frames: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_clip(path: Path) -> tuple[dict[str, Tensor], Tensor]:
-    """Frames (group -> uint8 [T, V, H, W, 3]) and actions [T, 2] (m/s, rad/s) of a clip file."""
-    with np.load(path) as data:
-        frames = {g.name: torch.from_numpy(data[g.name]) for g in RIG}
-        return frames, torch.from_numpy(data["action"])
+    """Frames (group -> uint8 [T, V, H, W, 3]) and actions [T, 2] (m/s, rad/s) of a clip file.
+
+    Raises:
+        ValueError: the file is no clip, or was rendered with another rig; the message names it.
+    """
+    try:
+        with np.load(path) as data:
+            frames = {name: torch.from_numpy(data[name]) for name in data.files if name != "action"}
+            action = torch.from_numpy(data["action"])
+        check_frames(frames)
+    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is no clip of this rig: {error}") from error
+    return frames, action
 
 
 def latent_actions(action: Tensor) -> Tensor:
@@ -82,10 +129,11 @@ def latent_actions(action: Tensor) -> Tensor:
 
 @dataclass
 class LatentClip:
-    """One clip in latent space: `z` [F, P, Z] float16 and `action` [F, A] in physical units."""
+    """One clip in latent space: `z` [F, P, Z] float16, `action` [F, A] in physical units, and its scenery."""
 
     z: Tensor
     action: Tensor
+    scenery: Scenery
 
 
 class LatentSet:
@@ -93,8 +141,7 @@ class LatentSet:
 
     def __init__(self, folder: Path, codec: Codec, *, held_out: bool = False, mirror: bool = True) -> None:
         self.folder, self.codec, self.held_out, self.mirror = folder, codec, held_out, mirror
-        digest = hashlib.sha256(codec.basis.numpy().tobytes() + codec.scale.numpy().tobytes())
-        self.tag = digest.hexdigest()[:8]
+        self.tag = codec.tag
         self.clips: list[LatentClip] = []
         self._seen: set[Path] = set()
         self.refresh()
@@ -125,11 +172,16 @@ class LatentSet:
                 "z1": self.codec.encode(mirror_frames(frames)).half(),
                 "a1": latent_actions(flipped),
             }
-            part = cached.with_suffix(".part")
-            save_file(data, part)
-            part.replace(cached)
-        sides = (0, 1) if self.mirror else (0,)
-        return [LatentClip(data[f"z{i}"], data[f"a{i}"]) for i in sides]
+            _save(data, cached)
+        scenery = load_scenery(path)
+        clips = [LatentClip(data["z0"], data["a0"], scenery)]
+        return [*clips, LatentClip(data["z1"], data["a1"], scenery.mirrored())] if self.mirror else clips
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    part = path.with_suffix(".part")
+    save_file(tensors, part)
+    part.replace(path)
 
 
 @dataclass
@@ -142,6 +194,8 @@ class WindowSample:
         context: the clean latent before each window [1, W, P, Z].
         known: 1 where context exists [1, W].
         time: latent-frame time of each window's start [1, W].
+        seen: the latents that stand where context is clean [1, N, P, Z]: the truth, or what a model made of it.
+        told: what every camera sees in each latent frame, as it was known when the actions were; None tells nothing.
     """
 
     x0: Tensor
@@ -149,16 +203,25 @@ class WindowSample:
     context: Tensor
     known: Tensor
     time: Tensor
+    seen: Tensor
+    told: Described | None = None
 
     def to(self, device: torch.device) -> WindowSample:
         """The same sample on `device`."""
-        return WindowSample(*(getattr(self, f.name).to(device) for f in fields(self)))
+        values = (getattr(self, f.name) for f in fields(self))
+        return WindowSample(*(None if v is None else v.to(device) for v in values))
 
     def window(self, index: int, size: int) -> WindowSample:
         """One of its windows."""
         frames, one = slice(index * size, (index + 1) * size), slice(index, index + 1)
         return WindowSample(
-            self.x0[:, frames], self.action[:, frames], self.context[:, one], self.known[:, one], self.time[:, one]
+            self.x0[:, frames],
+            self.action[:, frames],
+            self.context[:, one],
+            self.known[:, one],
+            self.time[:, one],
+            self.seen[:, frames],
+            None if self.told is None else self.told.map(lambda x: x[:, frames]),
         )
 
 
@@ -171,8 +234,19 @@ def hold(action: Tensor, known: int) -> Tensor:
     return torch.cat((action[..., :known, :], held), -2)
 
 
-def sample_windows(clips: list[LatentClip], windows: int, size: int, generator: torch.Generator) -> WindowSample:
-    """Draw `windows` windows of `size` latents from a random clip, mostly contiguous, sometimes with gaps in time."""
+def sample_windows(
+    clips: list[LatentClip],
+    windows: int,
+    size: int,
+    generator: torch.Generator,
+    silent: float = 0.0,
+    seen: Tensor | None = None,
+) -> WindowSample:
+    """Draw `windows` windows of `size` latents from a random clip, mostly contiguous, sometimes with gaps in time.
+
+    With probability `silent` nothing is told of the scene. `seen` [F, P, Z] replaces the truth as context, when there
+    is but one clip to draw from.
+    """
 
     def draw(n: int) -> int:
         return int(torch.randint(n, (), generator=generator))
@@ -187,9 +261,18 @@ def sample_windows(clips: list[LatentClip], windows: int, size: int, generator: 
     start = draw(len(clip.z) - offsets[-1] - size + 1)
     starts = [start + o for o in offsets]
     x0 = torch.cat([clip.z[s : s + size] for s in starts]).float()
-    action = torch.cat([hold(clip.action[s : s + size], 1 + draw(size)) for s in starts])
-    context = torch.stack([clip.z[s - 1] if s else torch.zeros_like(clip.z[0]) for s in starts]).float()
+    seen = clip.z if seen is None else seen
+    shown = torch.cat([seen[s : s + size] for s in starts]).float()
+    happened = [1 + draw(size) for _ in starts]
+    held = [hold(clip.action[s : s + size], k) for s, k in zip(starts, happened, strict=True)]
+    context = torch.stack([seen[s - 1] if s else torch.zeros_like(seen[0]) for s in starts]).float()
     known = torch.tensor([float(s > 0) for s in starts])
     if draw(16) == 0:
         known[0] = 0
-    return WindowSample(x0[None], action[None], context[None], known[None], torch.tensor(starts).float()[None])
+    told = None
+    if float(torch.rand((), generator=generator)) >= silent:
+        parts = zip(starts, happened, held, strict=True)
+        told = Described.cat([describe_log(clip.scenery, s, s + size, k, h) for s, k, h in parts])
+        told = told.map(lambda x: x[None])
+    time = torch.tensor(starts).float()[None]
+    return WindowSample(x0[None], torch.cat(held)[None], context[None], known[None], time, shown[None], told)

@@ -2,7 +2,9 @@
 
 Windows of `F` latent frames are bidirectional inside and causal to each other through a rolling K/V cache. Even blocks
 attend over time inside one camera, odd blocks across the seven cameras of one latent frame. Timestep and ego action
-enter every block by adaLN-Zero. There is no cache logic of any acceleration method in this file.
+enter every block by adaLN-Zero. What stands and drives around the ego enters the even blocks by cross-attention, each
+camera to the boxes it sees, and never touches a block's input. There is no cache logic of any acceleration method in
+this file.
 
 Shape letters: B batch, W windows, F latent frames of a window, N = W*F, P cells of the whole rig, L = N*P tokens,
 C width, Z latent channels, V cameras of a view group, A action numbers per latent frame.
@@ -17,11 +19,14 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
+from rollcache.street.describe import FEATURES, Described, camera_features, distances
 from rollcache.street.protocol import Where
 from rollcache.street.rig import CELLS, FRAMES_PER_LATENT, RIG
+from rollcache.street.scenery import ATTRIBUTES
 
 ACTION_DIM = 2 * FRAMES_PER_LATENT  # (speed, yaw rate) of every pixel frame of a latent
 ACTION_SCALE = (0.1, 3.0)  # model units: speed / (10 m/s), 3 * yaw rate / (rad/s)
+ABSENT = 1e6  # squared cells to a token that does not exist: nothing attends so far
 ACTION_SD = (9.0, 0.3)  # typical size of an action in m/s and rad/s: one unit of the scaled action test
 
 
@@ -79,10 +84,16 @@ class WindowKV:
 
 @dataclass
 class BlockContext:
-    """What every block of one pass shares. `c`: condition [B, N, C]. `rope`: cos and sin [N, P, 3, head/2 parts]."""
+    """What every block of one pass shares. `c`: condition [B, N, C]. `rope`: cos and sin [B, N, P, 1, head/2].
+
+    `told`: tokens of what every camera sees, and of the scene [B, N, V, E + 1, C]. `far`: per view group the squared
+    distance in cells from every cell to every token [B, N, V, 1, cells, E + 1], `ABSENT` where there is none.
+    """
 
     c: Tensor
     rope: tuple[Tensor, Tensor]
+    told: Tensor
+    far: list[Tensor]
     frames: int
     window: int
     kv: WindowKV | None
@@ -91,7 +102,10 @@ class BlockContext:
 
 
 class Block(nn.Module):
-    """One DiT block: attention (temporal per camera, or across cameras) and MLP, both gated by adaLN-Zero."""
+    """One DiT block: attention (temporal per camera, or across cameras) and MLP, both gated by adaLN-Zero.
+
+    A temporal block also attends to what its camera sees; that branch starts at zero.
+    """
 
     def __init__(self, config: DiTConfig, index: int) -> None:
         super().__init__()
@@ -107,6 +121,13 @@ class Block(nn.Module):
         self.mod_out = nn.Linear(config.rank, 6 * c)
         nn.init.zeros_(self.mod_out.weight)
         nn.init.zeros_(self.mod_out.bias)
+        if self.temporal:
+            self.ask = nn.Linear(c, c)
+            self.told = nn.Linear(c, 2 * c)
+            self.answer = nn.Linear(c, c)
+            self.fade = nn.Parameter(torch.linspace(0.5, -2.0, config.heads))  # log of the bias per squared cell
+            nn.init.zeros_(self.answer.weight)
+            nn.init.zeros_(self.answer.bias)
 
     def forward(self, h: Tensor, ctx: BlockContext) -> Tensor:
         """Hidden state [B, L, C] to hidden state [B, L, C]; the input is not modified."""
@@ -116,6 +137,8 @@ class Block(nn.Module):
         a = self._norm(x, shift1, scale1)
         attend = self._attend_time if self.temporal else self._attend_views
         x = x + gate1 * self.proj(attend(self.qkv(a), ctx)).to(h.dtype)
+        if self.temporal:
+            x = x + self.answer(self._attend_told(x, ctx)).to(h.dtype)
         a = self._norm(x, shift2, scale2)
         x = x + gate2 * self.down(nnf.gelu(self.up(a))).to(h.dtype)
         return x.flatten(1, 2)
@@ -147,6 +170,25 @@ class Block(nn.Module):
             out = self._attend_windows(qg, kg, vg, ctx, g, ctx.window * cells)
             out = out.unflatten(0, (-1, views)).unflatten(3, (ctx.frames, cells))  # [B, V, heads, N, cells, d]
             parts.append(out.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3))
+        return torch.cat(parts, 2)
+
+    def _attend_told(self, x: Tensor, ctx: BlockContext) -> Tensor:
+        """Cross-attention of every cell to the boxes that its camera sees, less to those far away in the picture."""
+        dtype = self.ask.weight.dtype
+        q = self.ask(nnf.layer_norm(x, x.shape[-1:]).to(dtype)).unflatten(-1, (self.heads, -1))
+        k, v = self.told(ctx.told.to(dtype)).unflatten(-1, (2, self.heads, -1)).unbind(-3)  # [B, N, V, E, heads, d]
+        q, k = nnf.layer_norm(q, q.shape[-1:]), nnf.layer_norm(k, k.shape[-1:])
+        slope = self.fade.exp().to(q.dtype)[:, None, None]
+        parts, cell, view = [], 0, 0
+        for group, far in zip(RIG, ctx.far, strict=True):
+            views = len(group.cameras)
+            part, seen = slice(cell, cell + views * group.cells), slice(view, view + views)
+            cell, view = cell + views * group.cells, view + views
+            qg = q[:, :, part].unflatten(2, (views, -1)).transpose(3, 4).flatten(0, 2)  # [B*N*V, heads, cells, d]
+            kg, vg = (t[:, :, seen].transpose(3, 4).flatten(0, 2) for t in (k, v))
+            bias = -slope * far.flatten(0, 2).to(qg.dtype)
+            out = nnf.scaled_dot_product_attention(qg, kg, vg, attn_mask=bias)
+            parts.append(out.transpose(1, 2).flatten(2).unflatten(0, (*q.shape[:2], views)).flatten(2, 3))
         return torch.cat(parts, 2)
 
     def _attend_windows(self, q: Tensor, k: Tensor, v: Tensor, ctx: BlockContext, group: int, size: int) -> Tensor:
@@ -181,6 +223,11 @@ class StreetDiT(nn.Module):
         self.time_in, self.time_out = nn.Linear(128, c), nn.Linear(c, c)
         self.action_in, self.action_out = nn.Linear(ACTION_DIM, c), nn.Linear(c, c)
         self.blocks = nn.ModuleList([Block(config, i) for i in range(config.depth)])
+        self.camera = nn.Linear(camera_features().shape[-1], c)
+        self.box_in, self.box_out = nn.Linear(FEATURES, c), nn.Linear(c, c)
+        self.scene = nn.Linear(ATTRIBUTES, c)
+        nn.init.zeros_(self.camera.weight)
+        nn.init.zeros_(self.camera.bias)
         self.head_mod = nn.Linear(c, 2 * c)
         self.head = nn.Linear(c, z)
         nn.init.zeros_(self.head.weight)
@@ -207,6 +254,7 @@ class StreetDiT(nn.Module):
         known: Tensor,
         time: Tensor,
         *,
+        told: Described | None = None,
         kv: WindowKV | None = None,
         commit: bool = False,
         where: Where | None = None,
@@ -220,6 +268,7 @@ class StreetDiT(nn.Module):
             context: last clean latent before each window [B, W, P, Z].
             known: 1 where `context` is given, 0 where not [B, W].
             time: latent-frame time of each window's first frame [B, W] (only differences matter).
+            told: what every camera sees in each latent frame, with leading dimensions [B, N]; None tells nothing.
             kv: clean K/V of earlier windows; read, and written only when `commit`.
             commit: append this pass's K/V to `kv` (the pass must be clean: t = 0, one window).
             where: position in the rollout; the model ignores it, wrappers read it.
@@ -243,11 +292,17 @@ class StreetDiT(nn.Module):
         guess = self._linear_guess(z, t_n, context_n, known_n, windows)
         x = torch.cat((z, context_n, known_n.expand(-1, -1, CELLS, 1)), -1)
         order = self.order.repeat(windows, 1)[:, None]
-        h = self.embed(x.to(dtype)).float() + (self.place + order).float()  # [B, N, P, C]
+        place = self.place + self.camera(camera_features(z.device).to(dtype)).repeat_interleave(
+            _cells(z.device), 0, output_size=CELLS
+        )
+        h = self.embed(x.to(dtype)).float() + (place + order).float()  # [B, N, P, C]
+        tokens, far = self._told(told, z)
         matmul = torch.get_autocast_dtype(z.device.type) if torch.is_autocast_enabled(z.device.type) else dtype
         ctx = BlockContext(
             c=self._condition(t, action),
             rope=_rope(time, window, self.config.width // self.config.heads, matmul),
+            told=tokens,
+            far=far,
             frames=frames,
             window=window,
             kv=kv,
@@ -275,6 +330,26 @@ class StreetDiT(nn.Module):
         a = self.action_out(nnf.silu(self.action_in(action_units(action.float()).to(dtype))))
         return (e + a).float()
 
+    def _told(self, told: Described | None, z: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Tokens and distances of a `BlockContext`; the last token, of the scene itself, is near everywhere."""
+        dtype = self.box_in.weight.dtype
+        batch, frames = z.shape[:2]
+        views = sum(len(group.cameras) for group in RIG)
+        if told is None:
+            tokens = self.scene(z.new_zeros(batch, frames, views, 1, ATTRIBUTES, dtype=dtype))
+            return tokens, [z.new_zeros(batch, frames, len(g.cameras), 1, g.cells, 1) for g in RIG]
+        boxes = self.box_out(nnf.silu(self.box_in(told.features.to(dtype))))  # [B, N, V, E, C]
+        scene = self.scene(told.attributes.to(dtype))[:, :, None, None].expand(-1, -1, views, -1, -1)
+        absent = torch.where(told.there, 0.0, ABSENT)  # [B, N, V, E]
+        per_camera = [
+            nnf.pad(d.clamp_max(100.0) + absent[:, :, v, None], (0, 1)) for v, d in enumerate(distances(told.rectangle))
+        ]
+        far, view = [], 0
+        for group in RIG:
+            far.append(torch.stack(per_camera[view : view + len(group.cameras)], 2).unsqueeze(3))
+            view += len(group.cameras)
+        return torch.cat((boxes, scene.to(boxes.dtype)), 3), far
+
     def spread(self, t: Tensor, known: Tensor) -> Tensor:
         """Standard deviation of v around the linear guess [B, N, 1, Z], at levels `t` and with `known` [B, W]."""
         window = self.config.window
@@ -290,6 +365,11 @@ class StreetDiT(nn.Module):
 
     def _variance(self, known: Tensor, windows: int) -> Tensor:
         return torch.where(known > 0, self.prior_sd.repeat(windows, 1)[:, None], self.bare_sd).square()
+
+
+def _cells(device: torch.device) -> Tensor:
+    """Cells of every camera, in rig order [V]."""
+    return torch.tensor([group.cells for group in RIG for _ in group.cameras], device=device)
 
 
 def _by_camera(x: Tensor, views: int) -> Tensor:

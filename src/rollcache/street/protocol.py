@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Kind = Literal["receding", "chunked", "shared"]
-KINDS: tuple[str, ...] = ("receding", "chunked", "shared")
+Kind = Literal["receding", "chunked", "shared", "sliding"]
+KINDS: tuple[str, ...] = ("receding", "chunked", "shared", "sliding")
 Noise = Literal["fresh", "per_cycle", "correlated"]
 
 
@@ -28,6 +28,7 @@ class Where:
         kv_update: this generation step starts a KV cycle: new noise, and exact under `protect="chunk"`.
         fresh_noise: this generation step starts from noise that the one before did not use.
         action: ego action per latent frame of the window [F, A] in physical units, held where not known yet.
+        agents: how much of every latent cell the traffic covers, as far as it is known [F, P], 0 to 1.
     """
 
     rollout: int
@@ -37,6 +38,7 @@ class Where:
     kv_update: bool = False
     fresh_noise: bool = False
     action: Tensor | None = None
+    agents: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,8 @@ class Protocol:
         kind: `receding`: every generation step denoises the whole window with the actions known so far and emits its
             own sub-chunk, one commit per window. `chunked`: the window is the chunk, commit after each. `shared`: the
             window is the chunk, but `kv_every` different chunks share one noise and only the first is committed.
+            `sliding`: every generation step denoises a window of its own, which begins with the sub-chunk that it
+            emits, from fresh noise; one commit per window.
         window: latent frames per window (sub-chunks of one latent each under `receding`).
         steps: denoising steps S.
         shift: flow-matching timestep shift of the schedule.
@@ -73,9 +77,9 @@ class Protocol:
             raise ValueError(f"steps ({self.steps}) and kv_every ({self.kv_every}) must be at least 1.")
         if not 0 <= self.rho <= 1:
             raise ValueError(f"rho is {self.rho}; it must lie in [0, 1].")
-        if self.kind == "receding" and self.kv_every != self.window:
+        if self.kind in ("receding", "sliding") and self.kv_every != self.window:
             raise ValueError(
-                f"receding emits one latent of the window per generation step, so kv_every ({self.kv_every}) "
+                f"{self.kind} emits one latent of the window per generation step, so kv_every ({self.kv_every}) "
                 f"must equal window ({self.window})."
             )
         if self.kind == "chunked" and self.kv_every != 1:
@@ -88,6 +92,7 @@ class Protocol:
             "receding": {"kv_every": 4, "noise": "per_cycle"},
             "chunked": {"kv_every": 1, "noise": "fresh"},
             "shared": {"kv_every": 4, "noise": "per_cycle"},
+            "sliding": {"kv_every": 4, "noise": "fresh"},
         }
         if kind not in presets:
             raise ValueError(f"unknown protocol kind {kind!r}; choose one of {', '.join(KINDS)}.")
@@ -96,7 +101,7 @@ class Protocol:
     @property
     def latents_per_chunk(self) -> int:
         """Latent frames that one generation step emits."""
-        return 1 if self.kind == "receding" else self.window
+        return 1 if self.kind in ("receding", "sliding") else self.window
 
     @property
     def sigmas(self) -> Tensor:

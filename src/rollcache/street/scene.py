@@ -48,6 +48,7 @@ class Episode:
     boxes: tuple[tuple[Box, ...], ...]
     moving: tuple[int, ...]  # how many of a frame's boxes move (they come first)
     chunks: tuple[Chunk, ...]
+    parked: tuple[Box, ...] = ()  # all of them, near or far
 
     def __len__(self) -> int:
         """Number of frames."""
@@ -108,7 +109,9 @@ class Scene:
         for pose, agents in zip(poses, moving, strict=True):
             near = [b for b in parked if np.hypot(b.centre[0] - pose[0], b.centre[1] - pose[1]) < TRUTH_DISTANCE]
             boxes.append(tuple(agents + near))
-        return Episode(self.scenario, self.seed, drive, poses, tuple(boxes), tuple(len(m) for m in moving), chunks)
+        return Episode(
+            self.scenario, self.seed, drive, poses, tuple(boxes), tuple(len(m) for m in moving), chunks, tuple(parked)
+        )
 
     def _world(self, path: np.ndarray) -> tuple[tuple[Chunk, ...], list[Box]]:
         """The chunks within sight of the path [T, 2], and the boxes of all parked vehicles in them."""

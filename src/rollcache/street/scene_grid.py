@@ -16,6 +16,7 @@ GRASS: Colour = (0.45, 0.58, 0.33)
 PAINT: Colour = (0.90, 0.90, 0.88)
 YELLOW: Colour = (0.90, 0.76, 0.32)
 WALK_HEIGHT = 0.14
+NOTE_LENGTH = 12.0  # metres of a kerb or line in one note
 ZEBRA = (2.0, 5.0)  # metres beyond the kerb line of the crossing street
 
 
@@ -66,14 +67,20 @@ def _markings(mesh: Mesh, layout: GridLayout, axis: int, road: int, cell: int) -
         for sign in (-1, 1):
             c = mid + sign * k * layout.lane_width
             _rects(mesh, axis, dash, dash + 2.6, c - 0.08, c + 0.08, PAINT)
+    cuts = np.linspace(stop0, stop1, max(2, round((stop1 - stop0) / NOTE_LENGTH)) + 1)
+    middle = YELLOW if layout.lanes > 1 else PAINT
+    mesh.note_line("line", _turned(axis, cuts[:-1], mid), _turned(axis, cuts[1:], mid), 0.4, (0.0, 0.0), middle)
     for sign in (-1, 1):
         c = mid + sign * layout.lanes * layout.lane_width
+        mesh.note_line("line", _turned(axis, cuts[:-1], c), _turned(axis, cuts[1:], c), 0.15, (0.0, 0.0), PAINT)
         _rects(mesh, axis, stop0, stop1, c - 0.06, c + 0.06, PAINT)
         edge = mid + sign * (h - 0.25)
         _rects(mesh, axis, lo, hi, edge - 0.22, edge + 0.22, (0.33, 0.34, 0.36))
     bars = mid - h + 0.7 + np.arange(0.0, 2 * h - 1.2, 1.1)
     for a0, a1 in ((lo + ZEBRA[0], lo + ZEBRA[1]), (hi - ZEBRA[1], hi - ZEBRA[0])):
         _rects(mesh, axis, a0, a1, bars, bars + 0.55, PAINT)
+        where = (a0 + a1) / 2
+        mesh.note_line("zebra", _turned(axis, where, mid - h), _turned(axis, where, mid + h), a1 - a0, (0, 0), PAINT)
     # stop lines lie across the lanes that arrive: on the right of travel, times `side`
     w = layout.side * layout.lanes * layout.lane_width
     right = -1 if axis == 0 else 1  # sign of "right of travel towards +" in the across coordinate
@@ -140,6 +147,16 @@ def _houses(
     buildings(mesh, c[keep], s[keep], height[keep], rng, shops[keep])
 
 
+def _note_kerbs(mesh: Mesh, box: tuple[float, float, float, float]) -> None:
+    """Say where the kerbs around a block are."""
+    x0, x1, y0, y1 = box
+    for axis, lo, hi, sides in ((0, x0, x1, (y0, y1)), (1, y0, y1, (x0, x1))):
+        cuts = np.linspace(lo, hi, max(2, round((hi - lo) / NOTE_LENGTH)) + 1)
+        for c in sides:
+            a, b = _turned(axis, cuts[:-1], c), _turned(axis, cuts[1:], c)
+            mesh.note_line("kerb", a, b, 0.3, (0.0, WALK_HEIGHT), KERB)
+
+
 def build_cell(
     layout: GridLayout, key: tuple[int, int], corridor: Corridor, sun: tuple[float, float, float]
 ) -> tuple[Mesh, list[tuple[str, Array, Array]]]:
@@ -158,6 +175,7 @@ def build_cell(
     bx0, bx1, by0, by1 = x0 + h, x1 - h, y0 + h, y1 - h
     centre, size = np.array([(bx0 + bx1) / 2, (by0 + by1) / 2, 0.0]), np.array([bx1 - bx0, by1 - by0])
     mesh.frusta(centre, size, size, WALK_HEIGHT, 0.0, KERB)
+    _note_kerbs(mesh, (bx0, bx1, by0, by1))
     w, k = layout.walk, 0.3
     for a0, a1, c0, c1 in (
         (bx0, bx1, by0, by0 + w),

@@ -11,6 +11,7 @@ from rollcache.street.scene_objects import buildings, lamps, quad_wall, trees
 
 Array = np.ndarray
 STEEL = (0.66, 0.68, 0.70)
+CONCRETE = (0.80, 0.79, 0.75)
 STEP = 10.0  # metres between the cross-sections of a piece
 
 
@@ -33,14 +34,36 @@ def _clear(corridor: Corridor, a: Array, b: Array) -> Array:
     return np.asarray(corridor.free(points.reshape(-1, 2), 2.4).reshape(len(t), -1).all(0))
 
 
+def _note_along(
+    mesh: Mesh,
+    layout: HighwayLayout,
+    kind: str,
+    points: Array,
+    left: float,
+    width: float,
+    z: tuple[float, float],
+    corridor: Corridor | None = None,
+) -> None:
+    """Say that something runs along the road, `left` metres to the left of the middle line."""
+    line = _at(layout, points[:, 0], left)
+    a, b = line[:-1], line[1:]
+    if corridor is not None:
+        keep = _clear(corridor, a, b)
+        a, b = a[keep], b[keep]
+    mesh.note_line(kind, a, b, width, z, PAINT if kind == "line" else CONCRETE)
+
+
 def _lines(mesh: Mesh, layout: HighwayLayout, points: Array, x0: float, x1: float) -> None:
     """Edge lines, and dashes that keep their rhythm from piece to piece."""
     dash = np.arange(np.ceil(x0 / 12.0) * 12.0, x1, 12.0)
     for sign in (-1, 1):
         for lat, half in ((layout.inner, 0.11), (layout.half - layout.shoulder, 0.14)):
             mesh.quads(MARK, strip(points, sign * lat + half, sign * lat - half), PAINT)
+            _note_along(mesh, layout, "line", points, sign * lat, 2 * half, (0.0, 0.0))
         for k in range(1, layout.lanes):
             lat = sign * (layout.inner + k * layout.lane_width)
+            ends = _at(layout, dash, lat), _at(layout, dash + 4.5, lat)
+            mesh.note_line("line", *ends, 0.2, (0.0, 0.0), PAINT)
             for x in dash:
                 mesh.quads(MARK, strip(_frame(layout, np.array([x, x + 4.5])), lat + 0.1, lat - 0.1), PAINT)
 
@@ -48,7 +71,7 @@ def _lines(mesh: Mesh, layout: HighwayLayout, points: Array, x0: float, x1: floa
 def _rails(mesh: Mesh, layout: HighwayLayout, points: Array, x0: float, x1: float, corridor: Corridor) -> None:
     """Concrete barrier in the middle, guard rails on posts outside; gaps where the ego passes through."""
     for lat, z0, z1, colour, thick in (
-        (0.0, 0.0, 0.7, (0.80, 0.79, 0.75), 0.56),
+        (0.0, 0.0, 0.7, CONCRETE, 0.56),
         (0.0, 0.7, 1.0, (1.0, 0.99, 0.93), 0.5),
         (layout.half, 0.45, 0.8, STEEL, 0.12),
         (-layout.half, 0.45, 0.8, STEEL, 0.12),
@@ -58,6 +81,8 @@ def _rails(mesh: Mesh, layout: HighwayLayout, points: Array, x0: float, x1: floa
             a, b = (line[:-1], line[1:]) if sign < 0 else (line[1:], line[:-1])
             keep = _clear(corridor, a, b)
             quad_wall(mesh, a[keep], b[keep], z0, z1, colour)
+        if z0 != 0.7:
+            _note_along(mesh, layout, "wall", points, lat, thick, (0.0, max(z1, 0.8)), corridor)
         ring = strip(points, lat + thick / 2, lat - thick / 2, z1)
         line = _at(layout, points[:, 0], lat)
         keep = _clear(corridor, line[:-1], line[1:])
@@ -77,6 +102,8 @@ def _gantry(mesh: Mesh, layout: HighwayLayout, x: float, rng: np.random.Generato
         foot = _at(layout, x, lat)
         if corridor.free(foot, 2.4).all():
             mesh.frusta(np.array([*foot[0], 0.0]), (0.5, 0.5), (0.5, 0.5), 7.2, bearing, STEEL)
+    beam = np.array([*_at(layout, x, 0.0)[0], 6.9])
+    mesh.note("sign", beam, (0.6, 2 * h, 0.7), bearing, STEEL)
     mesh.frusta(np.array([*_at(layout, x, 0.0)[0], 6.6]), (0.6, 2 * h), (0.6, 2 * h), 0.7, bearing, STEEL, roof=STEEL)
     for way in (1, -1):
         for k in range(layout.lanes):
@@ -85,6 +112,7 @@ def _gantry(mesh: Mesh, layout: HighwayLayout, x: float, rng: np.random.Generato
             colour = ((0.12, 0.42, 0.30), (0.14, 0.32, 0.62))[int(rng.random() < 0.4)]
             foot = np.array([*_at(layout, x - way * 0.5, -way * layout.offset(k))[0], 5.4])
             mesh.frusta(foot, (0.2, 3.1), (0.2, 3.1), 2.2, bearing, colour)
+            mesh.note("sign", foot + np.array([0, 0, 1.1]), (0.2, 3.1, 2.2), bearing, colour)
             mesh.frusta(
                 foot + np.array([-way * 0.12, 0, 0.5]), (0.06, 2.0), (0.06, 2.0), 0.35, bearing, (0.92, 0.93, 0.92)
             )
@@ -99,6 +127,7 @@ def _bridge(mesh: Mesh, layout: HighwayLayout, x: float, corridor: Corridor) -> 
     grey = (0.70, 0.69, 0.66)
     middle = np.array([*_at(layout, x, 0.0)[0], 5.6])
     mesh.frusta(middle, (9.0, 130.0), (9.0, 130.0), 1.3, bearing, grey, roof=grey)
+    mesh.note("bridge", middle + np.array([0, 0, 0.65]), (9.0, 130.0, 1.3), bearing, grey)
     mesh.quads(SOLID, strip(_frame(layout, np.array([x - 4.5, x + 4.5])), -65.0, 65.0, 5.6), (0.42, 0.42, 0.42))
     for lat in (-layout.half - 1.5, 0.0, layout.half + 1.5):
         foot = _at(layout, x, lat)
@@ -159,6 +188,7 @@ def build_piece(
             )
         if wall:
             line = _at(layout, points[:, 0], sign * (layout.half + 4.0))
+            _note_along(mesh, layout, "wall", points, sign * (layout.half + 4.0), 0.2, (0.0, 3.2), corridor)
             a, b = (line[:-1], line[1:]) if sign < 0 else (line[1:], line[:-1])
             for p, q in ((a, b), (b, a)):  # seen from both sides
                 keep = _clear(corridor, p, q)

@@ -27,12 +27,39 @@ class Batch:
     colour: Array
 
 
+@dataclass(frozen=True)
+class Note:
+    """Boxes [N, 7] = x, y, z of the middle, length, width, height, yaw, that say what was drawn; colour [N, 3]."""
+
+    kind: str
+    box: Array
+    colour: Array
+
+
 class Mesh:
     """Collects quads by (layer, texture name); an empty name means untextured. `sun` is a unit vector to the light."""
 
     def __init__(self, sun: tuple[float, float, float] = (0.45, 0.35, 0.82)) -> None:
         self.sun = np.asarray(sun, np.float64)
         self.parts: dict[tuple[int, str], list[Batch]] = {}
+        self.notes: list[Note] = []
+
+    def note(self, kind: str, centre: Array, size: Array, yaw: Array | float, colour: Array | Colour) -> None:
+        """Say what was drawn, for a model that is told: centre [N, 3] and size [N, 3] (broadcast), yaw, colour."""
+        centre = np.asarray(centre, np.float64).reshape(-1, 3)
+        n = len(centre)
+        if n:
+            size = np.broadcast_to(np.asarray(size, np.float64), (n, 3))
+            turned = np.broadcast_to(np.asarray(yaw, np.float64).reshape(-1, 1), (n, 1))
+            self.notes.append(Note(kind, np.hstack([centre, size, turned]), np.broadcast_to(colour, (n, 3))))
+
+    def note_line(self, kind: str, a: Array, b: Array, width: float, z: tuple[float, float], colour: Colour) -> None:
+        """Say that something runs from a to b [N, 2], `width` wide and from z[0] to z[1] metres high."""
+        a, b = np.asarray(a, np.float64).reshape(-1, 2), np.asarray(b, np.float64).reshape(-1, 2)
+        middle = np.column_stack([(a + b) / 2, np.full(len(a), (z[0] + z[1]) / 2)])
+        length = np.hypot(*(b - a).T)
+        size = np.column_stack([length, np.full(len(a), width), np.full(len(a), z[1] - z[0])])
+        self.note(kind, middle, size, np.arctan2(b[:, 1] - a[:, 1], b[:, 0] - a[:, 0]), colour)
 
     def quads(
         self, layer: int, corners: Array, colour: Array | Colour, texture: str = "", uv: Array | None = None

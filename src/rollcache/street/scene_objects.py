@@ -175,7 +175,9 @@ def trees(mesh: Mesh, xy: Array, rng: np.random.Generator, scale: float = 1.0) -
     base = np.concatenate([xy, np.zeros((n, 1))], 1)
     mesh.frusta(base, (0.42, 0.42), (0.3, 0.3), 2.6 * size, 0.0, (0.36, 0.27, 0.20))
     crown = base + np.stack([np.zeros(n), np.zeros(n), 4.3 * size], -1)
-    mesh.crowns(crown, 1.9 * size, 4.4 * size, pick(rng, LEAVES, n, 0.08))
+    leaves = pick(rng, LEAVES, n, 0.08)
+    mesh.crowns(crown, 1.9 * size, 4.4 * size, leaves)
+    mesh.note("tree", crown, np.stack([3.8 * size, 3.8 * size, 4.4 * size], -1), 0.0, leaves)
 
 
 def lamps(mesh: Mesh, xy: Array, yaw: Array | float, height: float = 7.0, reach: float = 2.2) -> None:
@@ -185,6 +187,7 @@ def lamps(mesh: Mesh, xy: Array, yaw: Array | float, height: float = 7.0, reach:
         return
     pose = np.concatenate([xy, np.broadcast_to(np.asarray(yaw, np.float64).reshape(-1, 1), (n, 1))], 1)
     grey = (0.42, 0.44, 0.46)
+    mesh.note("lamp", _local(pose, 0, 0, height / 2), (0.3, 0.3, height), pose[:, 2], grey)
     mesh.frusta(_local(pose, 0, 0, 0), (0.22, 0.22), (0.14, 0.14), height, pose[:, 2], grey)
     mesh.frusta(
         _local(pose, reach / 2, 0, height - 0.12), (reach, 0.12), (reach, 0.12), 0.12, pose[:, 2], grey, layer=DETAIL
@@ -220,6 +223,8 @@ def buildings(mesh: Mesh, centre: Array, size: Array, height: Array, rng: np.ran
         mesh.frusta(up, size[m], size[m], (height - ground)[m], 0.0, colour[m], f"facade{k}", (12.0, 12.8))
     rim = base + np.stack([np.zeros(n), np.zeros(n), height], -1)
     mesh.frusta(rim, size + 0.5, size + 0.5, 0.6, 0.0, colour * 0.7)
+    middle = np.column_stack([centre, height / 2])
+    mesh.note("building", middle, np.column_stack([size, height]), 0.0, colour)
 
 
 def quad_wall(

@@ -17,11 +17,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollcache.street.codec import Codec, to_patches
-from rollcache.street.data import HELD_OUT_SEED, LatentSet, WindowSample, load_clip, mirror_frames, sample_windows
+from rollcache.street.data import (
+    HELD_OUT_SEED,
+    LatentClip,
+    LatentSet,
+    WindowSample,
+    load_clip,
+    mirror_frames,
+    rendering,
+    sample_windows,
+)
 from rollcache.street.dit import DiTConfig, StreetDiT, WindowKV
+from rollcache.street.lowrank import attach
+from rollcache.street.own import OwnRollouts
 from rollcache.street.protocol import Protocol
 from rollcache.street.rig import RIG
+from rollcache.street.strips import save_strip, strip
 from rollcache.street.training import Trainer, muon_and_adamw
+from rollcache.street.weights import load, warm_start
 
 OnStep = Callable[[Trainer], None]
 
@@ -35,6 +48,7 @@ class CodecTraining:
     batch: int = 24
     channels: int = 24
     fit_clips: int = 48
+    start: Path | None = None  # weights file whose codec to go on with; its latent space stays
     seed: int = 0
 
 
@@ -47,7 +61,14 @@ class TeacherTraining:
     clean: float = 0.5  # probability that a context window is clean
     context_noise: float = 0.3  # largest sd of the noise on clean context
     three: float = 0.35  # probability of three windows per sample instead of two
-    compile: bool = True
+    silent: float = 0.08  # probability of a sample that tells nothing of the scene
+    start: Path | None = None  # weights file to start from; what it lacks starts as at random
+    own: float = 0.4  # probability of a sample whose context the model generated itself
+    own_after: float = 0.25  # share of the budget from which on it does
+    own_every: int = 48  # steps between rollouts that make such context
+    render: int = 0  # clips to render while it trains, besides those that are there
+    strips: float = 10.0  # minutes between pictures of held-out rollouts; 0 is none
+    compile: bool = False
     seed: int = 0
 
 
@@ -56,9 +77,11 @@ class StudentTraining:
     """Budget and recipe of the piecewise distillation."""
 
     minutes: float = 12.0
-    lr: float = 5e-4
+    lr: float = 2e-3
+    rank: int = 16  # of the difference to the teacher in every matrix
     substeps: int = 3
     context_noise: float = 0.3
+    silent: float = 0.08
     seed: int = 1
 
 
@@ -71,7 +94,9 @@ def train_codec(data: Path, folder: Path, config: CodecTraining, on_step: OnStep
     held_out = sorted(p for p in data.glob("clip-??????-*.npz") if int(p.name[5:11]) >= HELD_OUT_SEED)
     if not paths or not held_out:
         raise ValueError(f"{data} needs training clips and held-out clips (seeds from {HELD_OUT_SEED}).")
-    if linear.exists():
+    if config.start is not None:
+        codec = load(config.start)[1]
+    elif linear.exists():
         codec.load_state_dict(torch.load(linear, weights_only=True), strict=False)
     else:
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +104,7 @@ def train_codec(data: Path, folder: Path, config: CodecTraining, on_step: OnStep
         torch.save({k: getattr(codec, k) for k in ("mean", "basis", "scale")}, linear)
     decoder = [p for n, p in codec.named_parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(decoder, lr=config.lr, betas=(0.9, 0.98))
-    trainer = Trainer(folder, codec, [optimizer], minutes=config.minutes, ema=0.99, seed=config.seed)
+    trainer = Trainer(folder, codec, [optimizer], minutes=config.minutes, ema=0.99, seed=config.seed, recipe=config)
     pool: list[dict[str, Tensor]] = []
 
     def step(generator: torch.Generator) -> Tensor:
@@ -115,31 +140,72 @@ def train_teacher(
     clips = LatentSet(data, codec)
     held_out = LatentSet(data, codec, held_out=True, mirror=False)
     model = StreetDiT(DiTConfig(channels=codec.channels))
-    _measure_priors(model, clips)
+    if config.start is None:
+        _measure_priors(model, clips)
+    else:
+        warm_start(model, config.start)
     model.to(device)
-    trainer = Trainer(folder, model, muon_and_adamw(model, config.lr), minutes=config.minutes, seed=config.seed)
+    trainer = Trainer(
+        folder,
+        model,
+        muon_and_adamw(model, config.lr),
+        minutes=config.minutes,
+        seed=config.seed,
+        stamp=f"codec {codec.tag}",
+        recipe=config,
+    )
     model.train()
     if config.compile:
         for block in model.blocks:
             block.compile(dynamic=False)
     size = model.config.window
+    own = OwnRollouts(codec)
 
     def step(generator: torch.Generator) -> Tensor:
         if trainer.step % 100 == 99:
             clips.refresh()
+        if trainer.progress >= config.own_after and config.own > 0 and trainer.step % config.own_every == 0:
+            own.add(model, trainer.averaged(), clips.clips, generator)
         windows = 3 if torch.rand((), generator=generator) < config.three else 2
-        sample = sample_windows(clips.clips, windows, size, generator)
+        if own.clips and float(torch.rand((), generator=generator)) < config.own:
+            drifted = own.draw(generator)
+            sample = sample_windows([drifted.clip], windows, size, generator, config.silent, drifted.seen)
+        else:
+            sample = sample_windows(clips.clips, windows, size, generator, config.silent)
         return flow_loss(model, sample, generator, clean=config.clean, context_noise=config.context_noise)
 
     @torch.no_grad()
     def evaluate() -> float:
         generator = torch.Generator().manual_seed(0)
-        samples = [sample_windows(held_out.clips, 2, size, generator) for _ in range(12)]
+        samples = [sample_windows(held_out.clips, 2, size, generator) for _ in range(24)]
         losses = [flow_loss(model, s, generator, clean=1.0, context_noise=0.0) for s in samples]
         return float(torch.stack(losses).mean())
 
-    trainer.run(step, evaluate=evaluate, every=200, on_step=on_step)
+    watch = _with_strips(on_step, model, codec, held_out.clips, config.strips)
+    with rendering(data, config.render):
+        trainer.run(step, evaluate=evaluate, every=200, on_step=watch)
     return trainer
+
+
+def _with_strips(
+    on_step: OnStep | None, model: StreetDiT, codec: Codec, clips: list[LatentClip], minutes: float
+) -> OnStep | None:
+    """Also paint what the averaged weights generate, every so many minutes of training."""
+    if minutes <= 0:
+        return on_step
+    painted = [-1]
+
+    def watch(trainer: Trainer) -> None:
+        if on_step:
+            on_step(trainer)
+        now = int(trainer.seconds / (60 * minutes))
+        if now > painted[0]:
+            if painted[0] >= 0:  # a run that goes on does not begin with a picture
+                picture = strip(model, trainer.averaged(), codec, clips[now % len(clips)])
+                save_strip(trainer.folder / "strips" / f"step-{trainer.step:06d}.png", picture)
+            painted[0] = now
+
+    return watch
 
 
 def train_student(
@@ -157,21 +223,24 @@ def train_student(
     teacher.to(device)
     student = copy.deepcopy(teacher)
     teacher.eval().requires_grad_(False)
+    optimizer = torch.optim.AdamW(attach(student, config.rank), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.0)
     trainer = Trainer(
         folder,
         student,
-        muon_and_adamw(student, config.lr),
+        [optimizer],
         minutes=config.minutes,
         ema=0.99,
         decay=0.5,
         seed=config.seed,
+        stamp=f"codec {codec.tag}",
+        recipe=config,
     )
     sigmas = Protocol().sigmas.tolist()
     size = student.config.window
     device = _device(student)
 
     def step(generator: torch.Generator) -> Tensor:
-        sample = sample_windows(clips.clips, 2, size, generator)
+        sample = sample_windows(clips.clips, 2, size, generator, config.silent)
         before, context = _noisy_context(sample, config.context_noise, generator)
         noise = torch.randn(before[:, :size].shape, generator=generator)
         i = int(torch.randint(len(sigmas) - 1, (), generator=generator))
@@ -183,14 +252,17 @@ def train_student(
         kv = WindowKV(1)
         with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
             zero = torch.zeros(1, 1, device=device)
-            teacher(both[:, :size], zero, first.action, context[:, :1], first.known, first.time, kv=kv, commit=True)
+            known, when = first.known, first.time
+            teacher(
+                both[:, :size], zero, first.action, context[:, :1], known, when, told=first.told, kv=kv, commit=True
+            )
             y = z
             for t, t_next in itertools.pairwise(torch.linspace(t0, t1, config.substeps + 1).tolist()):
-                v = teacher(y, zero + t, last.action, context[:, 1:], last.known, last.time, kv=kv)
+                v = teacher(y, zero + t, last.action, context[:, 1:], last.known, last.time, told=last.told, kv=kv)
                 y = y - (t - t_next) * v
         levels = torch.tensor([[0.0, t0]], device=device)
         with torch.autocast(device.type, torch.bfloat16):
-            v = student(both, levels, sample.action, context, sample.known, sample.time)[:, size:]
+            v = student(both, levels, sample.action, context, sample.known, sample.time, told=sample.told)[:, size:]
         return F.mse_loss(v, (z - y) / (t0 - t1))
 
     trainer.run(step, every=50, on_step=on_step)
@@ -215,7 +287,7 @@ def flow_loss(
     noisy = (t_n > 0).float()
     z = torch.where(t_n > 0, (1 - t_n) * sample.x0 + t_n * noise, base)
     with torch.autocast(device.type, torch.bfloat16):
-        v = model(z, t, sample.action, context, sample.known, sample.time)
+        v = model(z, t, sample.action, context, sample.known, sample.time, told=sample.told)
     error = ((v - (noise - sample.x0)) / model.spread(t, sample.known)).square() * noisy
     return error.mean() / noisy.mean()
 
@@ -232,7 +304,7 @@ def _noisy_context(sample: WindowSample, most: float, generator: torch.Generator
         sd = on * most * torch.rand((), generator=generator)
         return x + sd * torch.randn(x.shape, generator=generator)
 
-    return noise(sample.x0, 0.5), noise(sample.context, 0.6)
+    return noise(sample.seen, 0.5), noise(sample.context, 0.6)
 
 
 def _measure_priors(model: StreetDiT, clips: LatentSet) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,12 @@ import torch
 from torch import Tensor, nn
 
 
-class NonFiniteLossError(RuntimeError):
+class NonFiniteLossError(ValueError):
     """The loss became NaN or infinite; the last good checkpoint is kept."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint could not be written, or belongs to something else."""
 
 
 class Trainer:
@@ -22,7 +28,7 @@ class Trainer:
 
     The learning rate is constant and falls linearly to zero over the last `decay` share of the budget. A run that is
     started again with the same folder resumes from its last checkpoint. The exponential average of the weights is what
-    gets shipped.
+    gets shipped, with the `recipe` (a dataclass of settings) that made it.
     """
 
     def __init__(
@@ -39,8 +45,13 @@ class Trainer:
         clip: float = 1.0,
         save_seconds: float = 180.0,
         seed: int = 0,
+        stamp: str = "",
+        recipe: Any = None,
     ) -> None:
         self.folder, self.module, self.optimizers = folder, module, optimizers
+        settings = {} if recipe is None else asdict(recipe)
+        self.recipe = {k: v.name if isinstance(v, Path) else str(v) for k, v in settings.items()}
+        self.stamp = stamp  # what the checkpoint depends on, such as the codec; another one is refused
         self.minutes, self.steps, self.warmup, self.decay = minutes, steps, warmup, decay
         self.ema_rate, self.clip, self.save_seconds = ema, clip, save_seconds
         self.generator = torch.Generator().manual_seed(seed)
@@ -108,7 +119,7 @@ class Trainer:
         return {k: v.to(like[k].dtype) for k, v in self.average.items()}
 
     def save(self) -> None:
-        """Write the checkpoint atomically."""
+        """Write the checkpoint atomically; raises CheckpointError when it cannot be, the one before is kept then."""
         part = self.checkpoint.with_suffix(".part")
         state: dict[str, Any] = {
             "module": self.module.state_dict(),
@@ -118,16 +129,31 @@ class Trainer:
             "seconds": self.seconds,
             "loss": self.loss,
             "generator": self.generator.get_state(),
+            "stamp": self.stamp,
+            "recipe": self.recipe,
         }
-        torch.save(state, part)
-        part.replace(self.checkpoint)
+        try:
+            torch.save(state, part)
+            part.replace(self.checkpoint)
+        except (OSError, RuntimeError) as error:  # the writer of torch reports a full disk as a RuntimeError
+            part.unlink(missing_ok=True)
+            kept = f"{self.checkpoint} of an earlier step is kept" if self.checkpoint.exists() else "nothing is saved"
+            raise CheckpointError(f"step {self.step} could not be saved to {self.folder} ({error}); {kept}.") from error
 
     def _load(self) -> None:
-        state = torch.load(self.checkpoint, weights_only=True)
-        self.module.load_state_dict(state["module"])
-        self.average = state["average"]
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        try:
+            state = torch.load(self.checkpoint, weights_only=True)
+            if state.get("stamp", self.stamp) != self.stamp:
+                raise ValueError(f"it was made with {state['stamp']}, this run uses {self.stamp}")
+            self.module.load_state_dict(state["module"])
+            self.average = state["average"]
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+        except (RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"{self.checkpoint} does not fit this training run ({str(error).splitlines()[0]}); "
+                "choose another folder, or remove it."
+            ) from error
         self.step, self.seconds, self.loss = state["step"], state["seconds"], state["loss"]
         self.generator.set_state(state["generator"])
 

@@ -1,4 +1,8 @@
-"""The weights that ship: one float16 safetensors file with its SHA-256 beside it."""
+"""The weights that ship: one float16 safetensors file with its SHA-256 beside it.
+
+It holds the codec, the many-step teacher, the low-rank update that makes the four-step student of the teacher, and,
+where it was trained, the inverse-dynamics probe that reads actions back.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,20 +19,38 @@ from torch import Tensor
 
 from rollcache.street.codec import Codec
 from rollcache.street.dit import DiTConfig, StreetDiT
+from rollcache.street.evaluate.probe import HISTORY, Probe
+from rollcache.street.lowrank import merge
 
-DEFAULT = Path(__file__).parent / "checkpoints" / "street-v1.safetensors"
+Stage = Literal["student", "teacher"]
+DEFAULT = Path(__file__).parent / "checkpoints" / "street-v2.safetensors"
 
 
 class WeightsError(ValueError):
     """A weights file is missing, damaged, or made for another model."""
 
 
-def pack(path: Path, model: StreetDiT, codec: Codec, facts: dict[str, Any]) -> str:
+class NoProbeError(WeightsError):
+    """A weights file holds no inverse-dynamics probe."""
+
+
+def pack(
+    path: Path,
+    model: StreetDiT,
+    codec: Codec,
+    facts: dict[str, Any],
+    student: dict[str, Tensor] | None = None,
+    probe: dict[str, Tensor] | None = None,
+) -> str:
     """Write model and codec as float16 to `path` with `facts` (how it was made); returns the SHA-256.
 
-    The linear part of the codec stays float32: it defines the latent space.
+    The linear part of the codec stays float32: it defines the latent space. `student` are the low-rank factors that
+    make the few-step student of `model`; without them `model` is all there is. `probe` is the state of the
+    inverse-dynamics probe.
     """
     tensors: dict[str, Tensor] = {f"dit.{k}": v.half() for k, v in model.state_dict().items()}
+    tensors |= {f"student.{k}": v.half() for k, v in (student or {}).items()}
+    tensors |= {f"probe.{k}": v.half() for k, v in (probe or {}).items()}
     for key, value in codec.state_dict().items():
         linear = key in ("mean", "basis", "scale")
         tensors[f"codec.{key}"] = value.float() if linear else value.half()
@@ -43,8 +65,15 @@ def pack(path: Path, model: StreetDiT, codec: Codec, facts: dict[str, Any]) -> s
     return digest
 
 
-def load(path: Path | None = None) -> tuple[StreetDiT, Codec]:
-    """Read the shipped weights, or those of `path`, as float32 modules; verifies the checksum first."""
+def load(path: Path | None = None, stage: Stage = "student") -> tuple[StreetDiT, Codec]:
+    """Read the shipped weights, or those of `path`, as float32 modules; verifies the checksum first.
+
+    Raises:
+        WeightsError: the file is missing, damaged or made for another model.
+        ValueError: there is no such stage.
+    """
+    if stage not in ("student", "teacher"):
+        raise ValueError(f"the stage is {stage!r}; choose student or teacher.")
     path = path or DEFAULT
     _verify(path)
     try:
@@ -60,7 +89,49 @@ def load(path: Path | None = None) -> tuple[StreetDiT, Codec]:
             module.load_state_dict(part)
         except RuntimeError as error:
             raise WeightsError(f"{path} does not fit {type(module).__name__}: {error}") from error
+    if stage == "student":
+        try:
+            merge(model, {k.removeprefix("student."): v for k, v in tensors.items() if k.startswith("student.")})
+        except ValueError as error:
+            raise WeightsError(f"{path}: {error}") from error
     return model, codec
+
+
+def load_probe(path: Path | None = None) -> Probe:
+    """Read the inverse-dynamics probe of the shipped weights, or of `path`, as a float32 module.
+
+    Raises:
+        NoProbeError: the file has no probe.
+        WeightsError: the file is missing or damaged, or its probe has other sizes.
+    """
+    path = path or DEFAULT
+    _verify(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = [k for k in file.keys() if k.startswith("probe.")]  # noqa: SIM118  (not a dict)
+            state = {k.removeprefix("probe."): file.get_tensor(k).float() for k in names}
+    except SafetensorError as error:
+        raise WeightsError(f"{path} is no weights file of the street world ({error}).") from error
+    if not state:
+        raise NoProbeError(f"{path} has no probe; train one and pack again: rollcache street train probe --help")
+    try:
+        probe = Probe(state["stem.weight"].shape[1] // HISTORY)
+        probe.load_state_dict(state)
+    except (KeyError, IndexError, RuntimeError) as error:
+        raise WeightsError(f"{path} does not fit Probe: {error}") from error
+    return probe.eval().requires_grad_(False)
+
+
+def warm_start(model: StreetDiT, path: Path) -> list[str]:
+    """Take from a weights file all that fits by name and shape; returns the names of what the model keeps as it is."""
+    _verify(path)
+    mine = model.state_dict()
+    with safe_open(path, framework="pt") as file:
+        names = {k.removeprefix("dit."): k for k in file.keys() if k.startswith("dit.")}  # noqa: SIM118
+        found = {k: file.get_tensor(name).float() for k, name in names.items() if k in mine}
+    fits = {k: v for k, v in found.items() if v.shape == mine[k].shape}
+    model.load_state_dict(fits, strict=False)
+    return [k for k in mine if k not in fits]
 
 
 def describe(path: Path | None = None) -> dict[str, Any]:

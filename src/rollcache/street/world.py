@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from rollcache.street.codec import Codec
 from rollcache.street.data import hold, latent_actions
+from rollcache.street.describe import Described, describe, describe_log
 from rollcache.street.dit import StreetDiT, WindowKV
 from rollcache.street.protocol import Protocol, Where
 from rollcache.street.rig import CELLS, FRAMES_PER_LATENT
+from rollcache.street.scenery import Scenery, driven
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 _ROLLOUTS = itertools.count()
@@ -29,10 +31,13 @@ class Start:
     Attributes:
         latents: [F0, P, Z], F0 a multiple of the window.
         action: action per latent [F0, A] in physical units.
+        scenery: what stands and drives there; its first F0 latent frames are the start, the later ones are how the
+            traffic will go on. None tells the model nothing.
     """
 
     latents: Tensor
     action: Tensor
+    scenery: Scenery | None = None
 
     def perturbed(self, sd: float, seed: int = 0) -> Start:
         """The same start with Gaussian noise of `sd` on the latents: measures the numerical floor."""
@@ -46,7 +51,8 @@ class Emission:
 
     Attributes:
         latents: [f, P, Z], the new latent frames.
-        seconds: time in the transformer (all passes of this step, commit pass included).
+        seconds: time in the transformer (all passes of this step, commit pass included; describing the scene is not
+            counted).
         passes: transformer passes run.
     """
 
@@ -75,20 +81,37 @@ class World:
                 module.to(self.dtype)
 
     @classmethod
-    def load(cls, path: Path | None = None, dtype: Dtype = "auto", device: str = "cpu") -> World:
-        """The world with the shipped weights, or those of `path`; raises `WeightsError` if the file is damaged."""
+    def load(
+        cls,
+        path: Path | None = None,
+        dtype: Dtype = "auto",
+        device: str = "cpu",
+        stage: Literal["student", "teacher"] = "student",
+    ) -> World:
+        """The world with the shipped weights, or those of `path`; raises `WeightsError` if the file is damaged.
+
+        Args:
+            path: a weights file.
+            dtype: see `World`.
+            device: see `World`.
+            stage: `student` needs four denoising steps, `teacher` many.
+        """
         from rollcache.street.weights import load
 
-        return cls(*load(path), dtype=dtype, device=device)
+        return cls(*load(path, stage), dtype=dtype, device=device)
 
-    def start(self, frames: dict[str, Tensor], action: Tensor) -> Start:
-        """A start from real frames (group -> [T, V, H, W, 3]) and their actions [T, 2]."""
+    def start(self, frames: dict[str, Tensor], action: Tensor, scenery: Scenery | None = None) -> Start:
+        """A start from real frames (group -> [T, V, H, W, 3]), their actions [T, 2], and what is there to be told."""
         size = FRAMES_PER_LATENT * self.model.config.window
         count = len(action)
         if count % size or count == 0:
             raise ValueError(f"a start needs a multiple of {size} frames, got {count}.")
         frames = {name: x.to(self.device) for name, x in frames.items()}
-        return Start(self.codec.encode(frames), latent_actions(action.float().to(self.device)))
+        if scenery is not None:
+            if len(scenery) < count // FRAMES_PER_LATENT:
+                raise ValueError(f"the scenery has {len(scenery)} latent frames; the start needs {count // 2}.")
+            scenery = scenery.to(self.device)
+        return Start(self.codec.encode(frames), latent_actions(action.float().to(self.device)), scenery)
 
     def decode(self, latents: Tensor) -> dict[str, Tensor]:
         """Latents [F, P, Z] to frames in [0, 1], group -> [2F, V, H, W, 3]."""
@@ -128,6 +151,10 @@ class Session:
         self._actions: list[Tensor] = []  # commanded actions of this window, one [1, A] a latent
         self._emitted: list[Tensor] = []
         self._window: Tensor | None = None
+        self.scenery = start.scenery
+        self._frame = 0  # latent frames before this window
+        self._pose: Tensor | None = None  # of the ego before this window
+        self._aside = 0.0  # seconds of this step that were not spent in the transformer
         self._prefill(start)
 
     @property
@@ -147,13 +174,14 @@ class Session:
             raise ValueError(f"action has shape {tuple(action.shape)}; expected ({self.frames_per_step}, 2).")
         if not torch.isfinite(action).all():
             raise ValueError("action holds NaN or infinite numbers.")
-        began = time.perf_counter()
-        advance = self._step_receding if self.protocol.kind == "receding" else self._step_window
+        began, self._aside = time.perf_counter(), 0.0
+        kind = self.protocol.kind
+        advance = {"receding": self._step_receding, "sliding": self._step_sliding}.get(kind, self._step_window)
         latents, passes = advance(latent_actions(action))
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
         self.chunk += 1
-        return Emission(latents, time.perf_counter() - began, passes)
+        return Emission(latents, time.perf_counter() - began - self._aside, passes)
 
     def _step_receding(self, action: Tensor) -> tuple[Tensor, int]:
         size = self.protocol.window
@@ -163,27 +191,60 @@ class Session:
         self._actions.append(action)
         known = torch.cat(self._actions)  # [j + 1, A]
         held = hold(torch.cat((known, known[-1:].expand(size - j - 1, -1))), j + 1)
-        where = self._where(held)
+        told = self._told(held, j + 1)
+        where = self._where(held, told)
         passes = 0
         if self._window is None or where.kv_update or self.reuse is None or not self.reuse(where):
-            self._window = self._denoise(held, where)
+            self._window = self._denoise(held, told, where)
             passes = self.protocol.steps
         self._emitted.append(self._window[j : j + 1])
         if j == size - 1:
-            self._commit(torch.cat(self._emitted), known)
+            self._commit(torch.cat(self._emitted), known, told)
             passes += 1
         return self._emitted[-1], passes
 
+    def _step_sliding(self, action: Tensor) -> tuple[Tensor, int]:
+        size = self.protocol.window
+        j = self.chunk % size
+        if j == 0:
+            self._actions, self._emitted, self._cycle = [], [], (self._context, self._frame, self._pose)
+        self._actions.append(action)
+        held = hold(action.expand(size, -1), 1)
+        told = self._told(held, 1)
+        made = self._denoise(held, told, self._where(held, told))[:1]
+        self._emitted.append(made)
+        if j < size - 1:
+            self._advance(made, action)
+            return made, self.protocol.steps
+        self._context, self._frame, self._pose = self._cycle
+        self._time -= size - 1
+        known = torch.cat(self._actions)
+        self._commit(torch.cat(self._emitted), known, self._told(known, size))
+        return made, self.protocol.steps + 1
+
     def _step_window(self, action: Tensor) -> tuple[Tensor, int]:
-        where = self._where(action)
-        window = self._denoise(action, where)
+        told = self._told(action, len(action))
+        where = self._where(action, told)
+        window = self._denoise(action, told, where)
         if self.chunk % self.protocol.kv_every == 0:
-            self._commit(window, action)
+            self._commit(window, action, told)
             return window, self.protocol.steps + 1
-        self._context, self._time = window[-1], self._time + self.protocol.window
+        self._advance(window, action)
         return window, self.protocol.steps
 
-    def _where(self, action: Tensor) -> Where:
+    def _told(self, action: Tensor, known: int) -> Described | None:
+        """What the cameras see in this window, of which the first `known` latent frames have happened."""
+        if self.scenery is None:
+            return None
+        assert self._pose is not None
+        began = time.perf_counter()
+        stop = self._frame + self.protocol.window
+        agents = self.scenery.agents(self._frame, stop, known)
+        told = describe(self.scenery, driven(self._pose, action), *agents)
+        self._aside += time.perf_counter() - began
+        return told
+
+    def _where(self, action: Tensor, told: Described | None) -> Where:
         every = self.protocol.kv_every
         first = self.chunk % every == 0
         return Where(
@@ -194,22 +255,32 @@ class Session:
             kv_update=every > 1 and first,
             fresh_noise=first or self.protocol.noise != "per_cycle",
             action=action,
+            agents=None if told is None else told.agents(),
         )
 
-    def _denoise(self, action: Tensor, where: Where) -> Tensor:
+    def _denoise(self, action: Tensor, told: Described | None, where: Where) -> Tensor:
         """Euler steps from this generation step's noise to a clean window [F, P, Z]."""
         x = self._noise()
         for i, (t, t_next) in enumerate(itertools.pairwise(self._sigmas)):
-            x = x - (t - t_next) * self._pass(x, t, action, replace(where, step=i))
+            x = x - (t - t_next) * self._pass(x, t, action, told, replace(where, step=i))
         return x
 
-    def _commit(self, window: Tensor, action: Tensor) -> None:
+    def _commit(self, window: Tensor, action: Tensor, told: Described | None) -> None:
         """Exact pass on the clean window that writes its K/V; the next window starts after it."""
         where = Where(self.rollout, self.chunk, 0, "commit", action=action)
-        self._pass(window, 0.0, action, where, commit=True)
-        self._context, self._time = window[-1], self._time + self.protocol.window
+        self._pass(window, 0.0, action, told, where, commit=True)
+        self._advance(window, action)
 
-    def _pass(self, x: Tensor, t: float, action: Tensor, where: Where, commit: bool = False) -> Tensor:
+    def _advance(self, window: Tensor, action: Tensor) -> None:
+        """These latents have happened: what comes starts after them, from where their actions led the ego."""
+        self._context, self._time = window[-1], self._time + len(window)
+        self._frame += len(window)
+        if self._pose is not None:
+            self._pose = driven(self._pose, action)[-1]
+
+    def _pass(
+        self, x: Tensor, t: float, action: Tensor, told: Described | None, where: Where, commit: bool = False
+    ) -> Tensor:
         known = self._context is not None
         context = self._context if known else torch.zeros_like(x[0])
         device = x.device
@@ -220,6 +291,7 @@ class Session:
             context[None, None],
             torch.full((1, 1), float(known), device=device),
             torch.full((1, 1), float(self._time), device=device),
+            told=None if told is None else told.map(lambda x: x[None]),
             kv=self.kv,
             commit=commit,
             where=where,
@@ -251,8 +323,11 @@ class Session:
         for w in range(windows):
             part = slice(w * size, (w + 1) * size)
             where = Where(self.rollout, -1, 0, "prefill", action=start.action[part])
-            self._pass(start.latents[part], 0.0, start.action[part], where, commit=True)
-            self._context, self._time = start.latents[part][-1], self._time + size
+            told = None if self.scenery is None else describe_log(self.scenery, part.start, part.stop)
+            self._pass(start.latents[part], 0.0, start.action[part], told, where, commit=True)
+            self._advance(start.latents[part], start.action[part])
+        if self.scenery is not None:
+            self._pose = self.scenery.pose[self._frame - 1]
 
 
 def resolve_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
