@@ -269,6 +269,7 @@ def test_ctrl_c_keeps_partial_results(street_weights: Path, tmp_path: Path) -> N
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
     )
     assert process.stderr is not None
     for line in process.stderr:
