@@ -268,3 +268,5 @@ def test_a_scenery_shorter_than_the_start_is_refused() -> None:
     frames = {g.name: torch.zeros(16, len(g.cameras), g.height, g.width, 3, dtype=torch.uint8) for g in RIG}
     with pytest.raises(ValueError, match="the scenery has 4 latent frames; the start needs 8"):
         world.start(frames, torch.zeros(16, 2), empty(4))
+    with pytest.raises(ValueError, match="the scenery has 4 latent frames; the start has 8"):
+        Session(world, Start(torch.zeros(8, CELLS, 24), torch.zeros(8, 4), empty(4)))

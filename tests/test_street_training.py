@@ -123,9 +123,10 @@ def test_a_checkpoint_of_something_else_is_refused_and_a_full_disk_keeps_the_las
         longer.run(lambda g: regression(module, g))
     assert line(tmp_path, 20, stamp="codec a")[0].step == 10
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
-    (tmp_path / "checkpoint.pt").write_bytes(b"half a file")
-    with pytest.raises(CheckpointError, match="does not fit this training run"):
-        line(tmp_path, 20)
+    for junk in (b"half a file", b"junk\n"):
+        (tmp_path / "checkpoint.pt").write_bytes(junk)
+        with pytest.raises(CheckpointError, match="does not fit this training run"):
+            line(tmp_path, 20)
 
 
 def test_clips_of_another_rig_are_refused_by_name(tmp_path: Path) -> None:
@@ -320,6 +321,44 @@ def test_weights_of_something_else_are_refused(packed: Path) -> None:
     packed.with_suffix(".sha256").write_text(weights._sha256(packed) + "  x\n")
     with pytest.raises(weights.WeightsError, match="no weights file of the street world"):
         weights.load(packed)
+
+
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [
+        (None, "no weights file of the street world"),
+        ({"config": "{", "facts": "{}"}, "no weights file of the street world"),
+        ({"config": "[1]", "facts": "{}"}, "are no object"),
+    ],
+)
+def test_facts_of_something_else_are_refused(packed: Path, meta: dict[str, str] | None, message: str) -> None:
+    save_file({"x": torch.zeros(1)}, packed, metadata=meta)
+    packed.with_suffix(".sha256").write_text(weights._sha256(packed) + "  x\n")
+    with pytest.raises(weights.WeightsError, match=message):
+        weights.describe(packed)
+    packed.with_suffix(".sha256").write_text("")
+    with pytest.raises(weights.WeightsError, match="is damaged"):
+        weights.describe(packed)
+
+
+def test_weights_that_are_not_finite_and_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    model = StreetDiT(DiTConfig(width=48, depth=2))
+    with torch.no_grad():
+        model.place[0, 0] = float("nan")
+    weights.pack(tmp_path / "nan.safetensors", model, Codec(24), {})
+    with pytest.raises(weights.WeightsError, match=r"not finite, in dit.place"):
+        weights.load(tmp_path / "nan.safetensors")
+    with pytest.raises((weights.WeightsError, OSError)):
+        weights.pack(Path("/proc/none.safetensors"), model, Codec(24), {})
+    (tmp_path / "checkpoint.pt").write_bytes(b"junk")
+    with pytest.raises(weights.WeightsError, match="is damaged"):
+        weights.average_of(tmp_path)
+
+
+def test_no_budget_is_an_error(tmp_path: Path) -> None:
+    module = nn.Linear(2, 1)
+    with pytest.raises(ValueError, match="0 minutes"):
+        Trainer(tmp_path, module, [torch.optim.AdamW(module.parameters())], minutes=0)
 
 
 def test_weights_for_other_sizes_are_refused(packed: Path) -> None:

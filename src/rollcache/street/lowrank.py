@@ -52,7 +52,8 @@ def merge(module: nn.Module, factors: dict[str, Tensor]) -> None:
     for name in {k.rpartition(".")[0] for k in factors}:
         up, down = (factors.get(f"{name}.{part}") for part in NAMES)
         layer = layers.get(name)
-        if layer is None or up is None or down is None or (up.shape[0], down.shape[1]) != layer.weight.shape:
+        fits = up is not None and down is not None and up.shape[1] == down.shape[0]
+        if layer is None or not fits or (up.shape[0], down.shape[1]) != layer.weight.shape:
             raise ValueError(f"the low-rank update of {name} does not fit the transformer.")
         with torch.no_grad():
             layer.weight += (up.float() @ down.float()).to(layer.weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+UNREADABLE = (RuntimeError, EOFError, struct.error, pickle.UnpicklingError)  # what torch.load says of damaged files
 
 
 class NonFiniteLossError(ValueError):
@@ -48,6 +51,8 @@ class Trainer:
         stamp: str = "",
         recipe: Any = None,
     ) -> None:
+        if not minutes > 0 or steps < 1:
+            raise ValueError(f"a budget of {minutes:g} minutes and {steps} steps is none; give more than 0 of both.")
         self.folder, self.module, self.optimizers = folder, module, optimizers
         settings = {} if recipe is None else asdict(recipe)
         self.recipe = {k: v.name if isinstance(v, Path) else str(v) for k, v in settings.items()}
@@ -149,7 +154,7 @@ class Trainer:
             self.average = state["average"]
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
-        except (RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        except (*UNREADABLE, KeyError, ValueError) as error:
             raise CheckpointError(
                 f"{self.checkpoint} does not fit this training run ({str(error).splitlines()[0]}); "
                 "choose another folder, or remove it."

@@ -21,6 +21,7 @@ from rollcache.street.codec import Codec
 from rollcache.street.dit import DiTConfig, StreetDiT
 from rollcache.street.evaluate.probe import HISTORY, Probe
 from rollcache.street.lowrank import merge
+from rollcache.street.training import UNREADABLE
 
 Stage = Literal["student", "teacher"]
 DEFAULT = Path(__file__).parent / "checkpoints" / "street-v2.safetensors"
@@ -57,7 +58,10 @@ def pack(
     meta = {"config": json.dumps(asdict(model.config)), "facts": json.dumps(facts)}
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    save_file({k: v.contiguous() for k, v in tensors.items()}, part, metadata=meta)
+    try:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, part, metadata=meta)
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path} could not be written: {error}") from error
     part.chmod(0o644)  # safetensors makes it private; installed packages are read by everyone
     digest = _sha256(part)
     part.replace(path)
@@ -82,6 +86,8 @@ def load(path: Path | None = None, stage: Stage = "student") -> tuple[StreetDiT,
             tensors = {k: file.get_tensor(k).float() for k in file.keys()}  # noqa: SIM118  (not a dict)
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise WeightsError(f"{path} is no weights file of the street world ({error}).") from error
+    if bad := next((k for k, v in tensors.items() if not torch.isfinite(v).all()), None):
+        raise WeightsError(f"{path} holds numbers that are not finite, in {bad}.")
     model, codec = StreetDiT(config), Codec(config.channels)
     for module, prefix in ((model, "dit."), (codec, "codec.")):
         part = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
@@ -138,14 +144,20 @@ def describe(path: Path | None = None) -> dict[str, Any]:
     """Facts stored with a weights file: name, SHA-256, sizes, how it was made."""
     path = path or DEFAULT
     _verify(path)
-    with safe_open(path, framework="pt") as file:
-        meta = file.metadata() or {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            meta = file.metadata() or {}
+        config, facts = (json.loads(meta[key]) for key in ("config", "facts"))
+    except (SafetensorError, KeyError, json.JSONDecodeError) as error:
+        raise WeightsError(f"{path} is no weights file of the street world ({error}).") from error
+    if not isinstance(config, dict) or not isinstance(facts, dict):
+        raise WeightsError(f"{path} is no weights file of the street world (its config or facts are no object).")
     return {
         "file": path.name,
         "sha256": _sha256(path),
         "bytes": path.stat().st_size,
-        "config": json.loads(meta["config"]),
-        "facts": json.loads(meta["facts"]),
+        "config": config,
+        "facts": facts,
     }
 
 
@@ -157,7 +169,7 @@ def _verify(path: Path) -> None:
     recorded = _digest_path(path)
     if not recorded.exists():
         raise WeightsError(f"{recorded.name} is missing beside {path}; the file cannot be verified.")
-    want, got = recorded.read_text().split()[0], _sha256(path)
+    want, got = recorded.read_text().partition(" ")[0].strip(), _sha256(path)
     if want != got:
         raise WeightsError(
             f"{path} is damaged: its SHA-256 is {got[:12]}..., recorded is {want[:12]}...; reinstall rollcache."
@@ -175,6 +187,9 @@ def _sha256(path: Path) -> str:
 
 def average_of(folder: Path) -> dict[str, Tensor]:
     """The averaged weights of a training folder's checkpoint."""
-    state = torch.load(folder / "checkpoint.pt", weights_only=True)
-    average: dict[str, Tensor] = state["average"]
+    path = folder / "checkpoint.pt"
+    try:
+        average: dict[str, Tensor] = torch.load(path, weights_only=True)["average"]
+    except (*UNREADABLE, KeyError) as error:
+        raise WeightsError(f"{path} is damaged ({str(error).splitlines()[0]}); train that stage again.") from error
     return average

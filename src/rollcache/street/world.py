@@ -151,6 +151,8 @@ class Session:
         self._actions: list[Tensor] = []  # commanded actions of this window, one [1, A] a latent
         self._emitted: list[Tensor] = []
         self._window: Tensor | None = None
+        if start.scenery is not None and len(start.scenery) < len(start.latents):
+            raise ValueError(f"the scenery has {len(start.scenery)} latent frames; the start has {len(start.latents)}.")
         self.scenery = start.scenery
         self._frame = 0  # latent frames before this window
         self._pose: Tensor | None = None  # of the ego before this window
