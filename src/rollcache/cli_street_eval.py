@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -128,24 +128,13 @@ class Eval:
             WeightsError: the weights are missing or damaged.
             ValueError: a device or a number of threads that this machine does not have.
         """
-        import torch
-
+        from rollcache.bench.options import Machine
         from rollcache.street.evaluate.run import Worlds
         from rollcache.street.weights import NoProbeError, load_probe
-        from rollcache.street.world import World
 
-        if self.threads is not None:
-            if self.threads < 1:
-                raise ValueError(f"--threads is {self.threads}; it must be 1 or more.")
-            torch.set_num_threads(self.threads)
-        try:
-            torch.empty(1, device=self.device)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"--device {self.device}: {str(error).splitlines()[0]}") from None
-        student = World.load(self.weights, dtype=self.dtype, device=self.device)
-        teacher = None
-        if self.teacher:
-            teacher = World.load(self.weights, dtype=self.dtype, device=self.device, stage="teacher")
+        machine = Machine(weights=self.weights, dtype=self.dtype, device=self.device, threads=self.threads)
+        student = machine.world()
+        teacher = replace(machine, stage="teacher").world() if self.teacher else None
         try:
             probe = load_probe(self.weights)
         except NoProbeError:

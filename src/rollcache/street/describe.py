@@ -10,6 +10,7 @@ Shape letters: F latent frames, V all cameras of the rig, E tokens per camera, S
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
 
@@ -44,9 +45,8 @@ class Described:
     there: Tensor
     attributes: Tensor
 
-    def map(self, f: object) -> Described:
+    def map(self, f: Callable[[Tensor], Tensor]) -> Described:
         """The same tokens with a function applied to every tensor."""
-        assert callable(f)
         return Described(*(f(getattr(self, field.name)) for field in fields(self)))
 
     def to(self, device: torch.device) -> Described:

@@ -12,11 +12,11 @@ from torch import Tensor
 from rollcache.street.codec import Codec
 from rollcache.street.data import LatentClip
 from rollcache.street.dit import StreetDiT
+from rollcache.street.own import START
 from rollcache.street.protocol import Protocol
 from rollcache.street.rig import FRAMES_PER_LATENT
 from rollcache.street.world import Session, Start, World
 
-START = 2  # windows of truth before the first generated one
 VIEWS = (("front", 1), ("sides", 0), ("rear", 0))  # view group and camera shown
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollcache.bench import tables
 from rollcache.bench.report import figures as draw
-from rollcache.bench.report.style import PALETTE, png, svg
+from rollcache.bench.report.style import PALETTE, png, svg, templates
 from rollcache.bench.report.video import GAIN, encode_mp4, panel_places, panels, picture
 from rollcache.bench.results import dump
 from rollcache.measure import mosaic, write_atomic
@@ -73,17 +73,10 @@ def render(document: Result, folder: Path | None = None) -> str:
     Raises:
         ValueError: the document holds no scenario.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     scenarios: Mapping[str, Result] = document["scenarios"]
     if not scenarios:
         raise ValueError("the result file holds no finished scenario, so there is nothing to report.")
-    environment = Environment(
-        loader=PackageLoader("rollcache.bench.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-    )
+    environment = templates()
     environment.filters |= {
         "number": tables.number,
         "percent": tables.percent,

@@ -115,3 +115,15 @@ def quiet(axes: Axes, *, left: bool = True, bottom: bool = True) -> None:
     axes.spines["left"].set_visible(left)
     axes.spines["bottom"].set_visible(bottom)
     axes.tick_params(left=left, bottom=bottom)
+
+
+def templates() -> Any:
+    """The jinja2 environment of the pages in this folder."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    return Environment(
+        loader=PackageLoader("rollcache.bench.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcache.bench.report import world_figures as draw
-from rollcache.bench.report.style import PALETTE, png
+from rollcache.bench.report.style import PALETTE, png, templates
 from rollcache.measure import write_atomic
 from rollcache.measure.fidelity import CONVENTION
 from rollcache.measure.provenance import plain
@@ -76,17 +76,10 @@ def render(document: Mapping[str, Any], folder: Path | None = None) -> str:
     Raises:
         ValueError: the document holds no scene.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     scenes = document["scenes"]
     if not scenes:
         raise ValueError("the result file holds no finished scene, so there is nothing to report.")
-    environment = Environment(
-        loader=PackageLoader("rollcache.bench.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-    )
+    environment = templates()
     titles, rows = table(scenes)
     source, settings = document["provenance"], document["settings"]
     return environment.get_template("world_page.html.j2").render(
