@@ -134,7 +134,9 @@ def test_with_every_step_an_anchor_nothing_changes_by_a_bit() -> None:
 
 def test_a_loop_with_other_steps_than_the_schedule_is_told() -> None:
     model = mixing(2, 8)
-    with pytest.raises(RollcacheError, match=r"step 3 of chunk 0, but the schedule is for 3 steps"):
+    with pytest.raises(
+        RollcacheError, match=r"StepReuse is set up for 3 denoising steps a chunk, but chunk 0 is at step 3"
+    ):
         run(StepReuse.uniform(3, 1), [[torch.randn(1, 5, 8) for _ in range(4)]], model)
 
 

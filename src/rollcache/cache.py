@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rollcache import adapters
 from rollcache.adapters.spec import Adapter, BlockIO
@@ -17,9 +17,10 @@ from rollcache.decision import Action, Decision, Stats, Trace
 from rollcache.engine import Engine, Hook, find_hook
 from rollcache.marks import Marks
 from rollcache.passes import Cell, Pass, RollcacheError
-from rollcache.policies.base import Evidence, PolicyConfig
+from rollcache.policies.base import Evidence, PolicyConfig, StackEvidence
 from rollcache.rollout import Rollout
 from rollcache.settings import check_count
+from rollcache.stack_store import StackRow
 from rollcache.store import Reduce
 
 
@@ -111,8 +112,7 @@ class Cache:
         state.dirty = self._engine.adapter.kv_writes == "every_forward"
         self.trace.chunks += 1
         for cell, decision in decisions:
-            row = state.rows[cell.branch, cell.step]
-            entry = row.entries[0]
+            entry = state.whole(cell.branch, cell.step).entries[0]
             assert entry is not None
             entry.replays += 1
             state.policy.observe(cell, decision)
@@ -181,19 +181,26 @@ class Cache:
             return None
         if [(s.start, s.stop) for s in state.policy.spans] != [(0, engine.depth)]:
             return None
+        if state.outer is not None and state.inner is not None:
+            return None
         decisions = []
         for key in state.schedule():
-            row = state.rows.get(key)
+            row = (state.stacks if state.outer is not None else state.rows).get(key)
             entry = None if row is None else row.entries[0]
             if row is None or entry is None or row.sound(0, 1, engine.reduce) is None:
                 return None
-            evidence = Evidence(
-                replace(where, branch=key[0], step=key[1]),
-                age=where.chunk - entry.chunk,
-                replays=entry.replays,
-                moved=partial(engine.distance, entry.snapshot, where),
-            )
-            decisions.append((row.cells[0], state.policy.decide(row.cells[0], evidence)))
+            facts: dict[str, Any] = {
+                "age": where.chunk - entry.chunk,
+                "replays": entry.replays,
+                "moved": partial(engine.distance, entry.snapshot, where),
+            }
+            at = replace(where, branch=key[0], step=key[1])
+            if state.outer is not None:
+                assert isinstance(row, StackRow)
+                seen = StackEvidence(at, _unseen, stored=tuple(p.seen() for p in row.past), repairable=True, **facts)
+                decisions.append((row.cells[0], state.outer.decide(row.cells[0], seen)))
+            else:
+                decisions.append((row.cells[0], state.policy.decide(row.cells[0], Evidence(at, **facts))))
         if not decisions or any(d.action is not Action.REPLAY for _, d in decisions):
             return None
         return state, decisions
@@ -291,6 +298,10 @@ def _engine(model: nn.Module) -> Engine:
         )
     assert isinstance(hook.owner, Engine)
     return hook.owner
+
+
+def _unseen(name: str) -> Tensor:
+    raise RollcacheError(f"a method that looks at the {name} of a pass cannot emit a chunk without any pass.")
 
 
 def _written(policy: Any) -> str:

@@ -10,6 +10,7 @@ from math import nan
 from typing import Any, NamedTuple
 
 from rollcache.passes import Cell, Pass, RollcacheError
+from rollcache.tokens import Tokens
 
 
 class Action(StrEnum):
@@ -19,6 +20,10 @@ class Action(StrEnum):
     """Run the blocks and keep their residual."""
     REPLAY = "replay"
     """Add the stored residual instead."""
+    PREDICT = "predict"
+    """Add a combination of several stored residuals instead."""
+    REPAIR = "repair"
+    """Run the blocks for chosen tokens, and add the stored residual of the others."""
 
 
 class Reason(StrEnum):
@@ -38,6 +43,9 @@ class Reason(StrEnum):
     DEVIATION = "input deviates too much somewhere"
     SIMILAR = "similar"
     SCHEDULE = "the schedule says so"
+    DRIFT = "it drifted too far"
+    STEADY = "it drifted little"
+    NO_ROOM = "there was no room for what a repair needs"
 
 
 class Decision(NamedTuple):
@@ -50,6 +58,12 @@ class Decision(NamedTuple):
         threshold: what `cosine` had to reach.
         deviation: largest deviation over the view groups.
         condition_distance: how far the conditions moved since the residual was computed.
+        drift: what a method across steps measured.
+        limit: what `drift` was held against.
+        weights: of the stored residuals that are added, the newest first. One residual for `REPLAY`.
+        tokens: what `REPAIR` computes.
+        share: tokens that run through the blocks, as a share of all.
+        level: name of the rung of a method that has several.
     """
 
     action: Action
@@ -58,6 +72,12 @@ class Decision(NamedTuple):
     threshold: float = nan
     deviation: float = nan
     condition_distance: float = nan
+    drift: float = nan
+    limit: float = nan
+    weights: tuple[float, ...] = (1.0,)
+    tokens: Tokens | None = None
+    share: float = nan
+    level: str = ""
 
 
 class Record(NamedTuple):
@@ -81,13 +101,20 @@ class Record(NamedTuple):
     condition_distance: float
     source: int | None
     rollout: Hashable
+    drift: float = nan
+    limit: float = nan
+    share: float = nan
+    level: str = ""
 
     def line(self) -> str:
         """One line of text, stable over machines: the unit of a golden trace."""
         last = self.block + self.blocks - 1
         blocks = f"{self.block}" if self.blocks == 1 else f"{self.block}-{last}"
         numbers = "" if self.cosine != self.cosine else f"  cos {self.cosine:.3f} / {self.threshold:.4g}"
-        return f"{self.chunk} {self.step} {self.branch} {blocks}: {self.action} ({self.reason}){numbers}"
+        if self.drift == self.drift:
+            numbers += f"  drift {self.drift:.4g} / {self.limit:.4g}"
+        level = f" {self.level}" if self.level else ""
+        return f"{self.chunk} {self.step} {self.branch} {blocks}: {self.action}{level} ({self.reason}){numbers}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +125,13 @@ class Stats:
         chunks: generation steps seen, those emitted without any pass included.
         passes: number of forwards by role.
         cells: denoise block evaluations after warm-up, the denominator of `skip_rate`.
-        skipped: replayed ones among them.
+        skipped: replayed or predicted ones among them.
         computed: computed ones among them.
+        repaired: ones among them that were run for chosen tokens only.
+        tokens: share of the token-block evaluations that were run: 1 for a computed cell, 0 for a skipped one.
         warmup_cells: block evaluations in warm-up chunks, not counted above.
-        skip_rate: `skipped / cells` (0 before any).
-        by_step_block: fraction skipped after warm-up, `[step][block]`, all branches together.
+        skip_rate: `1 - tokens`, which is `skipped / cells` where nothing is repaired (0 before any).
+        by_step_block: fraction skipped or left out of repairs after warm-up, `[step][block]`, all branches together.
         reasons: cells after warm-up by reason.
         gate_seconds: host time spent on fingerprints, evidence and decisions; 0 unless `timing` is on.
         keep_seconds: host time spent on computing and storing residuals; likewise.
@@ -125,6 +154,8 @@ class Stats:
     replay_seconds: float = 0.0
     bytes_predicted: int = 0
     bytes_actual: int = 0
+    repaired: int = 0
+    tokens: float = 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dictionary that `json.dump` takes."""
@@ -146,6 +177,7 @@ class Trace:
     reasons: Counter[Reason] = field(default_factory=Counter)
     _records: deque[Record] = field(init=False)
     _cells: Counter[tuple[int, int, int, Action]] = field(default_factory=Counter)  # (step, start, stop, action)
+    _left_out: dict[tuple[int, int, int], float] = field(default_factory=dict)  # (step, start, stop): cells
 
     def __post_init__(self) -> None:
         self._records = deque(maxlen=self.capacity)
@@ -159,16 +191,19 @@ class Trace:
     def note(self, where: Pass, cell: Cell, decision: Decision, source: int | None, warmup: bool) -> None:
         """Record one executed decision."""
         branch, step, start, stop = cell
-        action, reason, cosine, threshold, deviation, distance = decision
-        blocks = stop - start
+        d, blocks = decision, stop - start
+        action, reason = d.action, d.reason
         place = (where.chunk, step, start, blocks, branch, where.role.value)
-        numbers = (cosine, threshold, deviation, distance)
-        self._records.append(Record(*place, action, reason, *numbers, source, where.rollout))
+        numbers = (d.cosine, d.threshold, d.deviation, d.condition_distance)
+        more = (d.drift, d.limit, d.share, d.level)
+        self._records.append(Record(*place, action, reason, *numbers, source, where.rollout, *more))
         if warmup:
             self.warmup_cells += blocks
         else:
             self.reasons[reason] += blocks
             self._cells[step, start, stop, action] += 1
+            run = 1.0 if action is Action.COMPUTE else d.share if action is Action.REPAIR else 0.0
+            self._left_out[step, start, stop] = self._left_out.get((step, start, stop), 0.0) + 1 - run
 
     def find(
         self, chunk: int, step: int, block: int, branch: str | None = None, rollout: Hashable | None = None
@@ -195,22 +230,29 @@ class Trace:
         """Totals over everything recorded, kept or not."""
         steps = 1 + max((step for step, *_ in self._cells), default=-1)
         seen = [[0] * self.blocks for _ in range(steps)]
-        replayed = [[0] * self.blocks for _ in range(steps)]
+        left_out = [[0.0] * self.blocks for _ in range(steps)]
+        totals: Counter[Action] = Counter()
         for (step, start, stop, action), count in self._cells.items():
+            totals[action] += count * (stop - start)
             for block in range(start, stop):
                 seen[step][block] += count
-                replayed[step][block] += count * (action is Action.REPLAY)
-        cells, skipped = sum(map(sum, seen)), sum(map(sum, replayed))
+        for (step, start, stop), amount in self._left_out.items():
+            for block in range(start, stop):
+                left_out[step][block] += amount
+        cells, skipped = totals.total(), totals[Action.REPLAY] + totals[Action.PREDICT]
+        skip_rate = sum(map(sum, left_out)) / cells if cells else 0.0
         return Stats(
             chunks=self.chunks,
             passes=dict(self.passes),
             cells=cells,
             skipped=skipped,
-            computed=cells - skipped,
+            computed=totals[Action.COMPUTE],
+            repaired=totals[Action.REPAIR],
+            tokens=1 - skip_rate,
             warmup_cells=self.warmup_cells,
-            skip_rate=skipped / cells if cells else 0.0,
+            skip_rate=skip_rate,
             by_step_block=[
-                [r / n if n else 0.0 for r, n in zip(*rows, strict=True)] for rows in zip(replayed, seen, strict=True)
+                [r / n if n else 0.0 for r, n in zip(*rows, strict=True)] for rows in zip(left_out, seen, strict=True)
             ],
             reasons={str(reason): count for reason, count in self.reasons.most_common()},
         )

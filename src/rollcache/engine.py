@@ -20,8 +20,10 @@ from rollcache.conditions import Moved, Snapshot
 from rollcache.decision import Reason, Trace
 from rollcache.fingerprint import Hidden, Sampler, Sampling
 from rollcache.passes import Pass, Role, RollcacheError, Segment
-from rollcache.policies.base import PolicyConfig
+from rollcache.policies.base import PolicyConfig, StackPolicy
+from rollcache.policies.stacked import StackedPolicy
 from rollcache.rollout import Rollout, log
+from rollcache.stack_walk import StackWalk, check_repairs
 from rollcache.store import Budget, Reduce
 from rollcache.walk import Walk
 
@@ -153,12 +155,16 @@ class Engine:
         self.breaks: set[int] = set()
         self.recycles = False
         self.in_place: set[int] = set(range(self.depth)) if adapter.io.in_place else set()
-        self.span_at = {s.start: i for i, s in enumerate(policy.build(self.depth).spans)}
+        built = policy.build(self.depth)
+        outer = built.outer if isinstance(built, StackedPolicy) else built
+        if isinstance(outer, StackPolicy):
+            check_repairs(outer, adapter.sparse, model, reduce is not None)
+        self.span_at = {s.start: i for i, s in enumerate(built.spans)}
         self.rollouts: OrderedDict[Hashable, Rollout] = OrderedDict()
         self._samplers: dict[object, Sampler] = {}
         self._passes = 0
         self._busy = False
-        self._walk: Walk | None = None
+        self._walk: Walk | StackWalk | None = None
         self._weights_version = 0
         self._hooks: list[Hook] = []
         try:
@@ -272,7 +278,7 @@ class Engine:
             )
         self._busy = True
         try:
-            self._walk = self._enter(where)
+            self._walk = self._enter(where, args, kwargs)
             output = original(*args, **kwargs)
             if self._walk is not None:
                 self._walk.finish()
@@ -283,7 +289,7 @@ class Engine:
         finally:
             self._walk, self._busy = None, False
 
-    def _enter(self, where: Pass) -> Walk | None:
+    def _enter(self, where: Pass, args: Any, kwargs: Any) -> Walk | StackWalk | None:
         """Account for a pass. Returns the walk of a denoise pass; passes of other roles run untouched."""
         self.trace.passes[where.role.value] += 1
         if where.role is not Role.DENOISE:
@@ -296,12 +302,16 @@ class Engine:
             self.trace.chunks += 1
             self._tell_if_idle()
         self._passes += 1
-        return Walk(self, rollout, where, self._passes)
+        blocks = None if rollout.inner is None else Walk(self, rollout, where, self._passes)
+        if rollout.outer is None:
+            return blocks
+        return StackWalk(self, rollout, rollout.outer, where, (args, kwargs), blocks)
 
     def _tell_if_idle(self) -> None:
         """Once, after a few chunks: nothing is ever replayed, and why."""
         reasons = self.trace.reasons
-        if self.trace.chunks == IDLE_CHUNKS and reasons and Reason.SIMILAR not in reasons:
+        reused = {Reason.SIMILAR, Reason.STEADY, Reason.SCHEDULE}
+        if self.trace.chunks == IDLE_CHUNKS and reasons and not reused & reasons.keys():
             reason, _ = reasons.most_common(1)[0]
             log.warning("rollcache: nothing was replayed in %d chunks, mostly: %s.", IDLE_CHUNKS - 1, reason)
 

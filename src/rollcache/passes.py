@@ -70,6 +70,11 @@ class Segment:
         return cls(name, views, grid, start, frames * height * width, height * width, tensor)
 
     @property
+    def cells(self) -> int:
+        """Tokens of one camera and latent frame."""
+        return self.grid[1] * self.grid[2]
+
+    @property
     def stop(self) -> int:
         """One past the largest token index."""
         frames, height, width = self.grid
@@ -158,7 +163,10 @@ class Pass:
         kv_write: K/V that *this denoise pass* writes stay in the cache, as in loops without a commit pass: exact unless
             `protect="off"`.
         fresh_noise: the chunk starts from noise that the chunk before did not use (`first_step="auto"`).
-        time: noise level or timestep. A residual is never reused at another one; None trusts `step`.
+        time: noise level or timestep. Across chunks a residual is never reused at another one; None trusts `step`.
+            Methods that work across steps read it as the noise level sigma, 1 at pure noise.
+        steps: denoising steps of a chunk, where the loop says it: a method that is set up for another number refuses.
+        frame: the latent frame of the window that this chunk emits, in loops that emit one of several; None emits all.
     """
 
     role: Role
@@ -172,6 +180,8 @@ class Pass:
     kv_write: bool = False
     fresh_noise: bool = False
     time: float | None = None
+    steps: int | None = None
+    frame: int | None = None
 
 
 class Cell(NamedTuple):

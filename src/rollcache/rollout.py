@@ -10,7 +10,9 @@ import torch
 
 from rollcache.fingerprint import Hidden
 from rollcache.passes import Cell, Pass, RollcacheError, Segment
-from rollcache.policies.base import Policy
+from rollcache.policies.base import Policy, StackPolicy
+from rollcache.policies.stacked import StackedPolicy
+from rollcache.stack_store import StackRow
 from rollcache.store import Budget, Row
 
 log = logging.getLogger("rollcache")
@@ -33,7 +35,11 @@ class Rollout:
 
     Attributes:
         policy: the method, with what it has learnt.
-        rows: stored residuals by (branch, step); by (branch, -1) where they are reused across steps.
+        inner: the part of it that decides about blocks, if there is one.
+        outer: the part of it that decides about whole passes, if there is one.
+        rows: residuals of blocks by (branch, step).
+        stacks: residuals of the whole stack by (branch, step); by (branch, -1) where they are reused across steps.
+        streak: by branch, how many passes in a row were not computed.
         chunk: index of the chunk under way.
         ordinal: chunks begun before this one since the state was last invalidated; -1 until one begins. Nothing is
             stored before, so after an invalidation in mid-chunk the next chunk is exact.
@@ -43,7 +49,14 @@ class Rollout:
     def __init__(self, policy: Policy, budget: Budget, dtype: torch.dtype | None) -> None:
         """Start empty."""
         self.policy = policy
+        stacked = isinstance(policy, StackedPolicy)
+        self.outer: StackPolicy | None = (
+            policy.outer if stacked else policy if isinstance(policy, StackPolicy) else None  # type: ignore[attr-defined]
+        )
+        self.inner: Policy | None = policy.inner if stacked else None if self.outer is not None else policy  # type: ignore[attr-defined]
         self.rows: dict[tuple[str, int], Row] = {}
+        self.stacks: dict[tuple[str, int], StackRow] = {}
+        self.streak: dict[str, int] = {}
         self.chunk: int | None = None
         self.ordinal = -1
         self.dirty = False
@@ -58,12 +71,12 @@ class Rollout:
     @property
     def bytes(self) -> int:
         """Bytes held."""
-        return sum(row.bytes for row in self.rows.values())
+        return sum(row.bytes for row in (*self.rows.values(), *self.stacks.values()))
 
     @property
     def predicted(self) -> int:
         """Bytes that will be held when every cell seen so far is stored."""
-        return sum(row.predicted for row in self.rows.values())
+        return sum(row.predicted for row in (*self.rows.values(), *self.stacks.values()))
 
     def begins(self, where: Pass) -> bool:
         """Whether a denoise pass is the first of its chunk."""
@@ -100,13 +113,27 @@ class Rollout:
                 self.clear("the steps or branches of a chunk changed")
             else:
                 self._schedule = self._visited
-        if self.policy.across == "steps":
-            for row in self.rows.values():
+        if self.outer is not None and self.outer.across == "steps":
+            self._check_steps()
+            for row in self.stacks.values():
                 row.forget()
+            self.streak.clear()
         self._weights = weights
         self._visited = set()
         self.chunk = where.chunk
         self.ordinal += 1
+
+    def _check_steps(self) -> None:
+        """The chunk that ended had as many steps as the method is set up for."""
+        wanted = None if self.outer is None else self.outer.steps
+        if wanted is None or not self._visited:
+            return
+        seen = 1 + max(step for _, step in self._visited)
+        if seen != wanted:
+            raise RollcacheError(
+                f"{self.outer.name} is set up for {wanted} denoising steps a chunk, but chunk {self.chunk} "
+                f"had {seen}: give it the number of steps that the loop runs, and reset the rollout to change it."
+            )
 
     def settle(self, branch: str, signature: Signature) -> None:
         """Compare the hidden state of a pass with the passes of this branch before it."""
@@ -120,15 +147,30 @@ class Rollout:
 
     def row(self, where: Pass, cells: tuple[Cell, ...]) -> Row:
         """Where the residuals of a pass are kept."""
-        across_steps = self.policy.across == "steps"
-        key = (where.branch, -1 if across_steps else where.step)
+        key = (where.branch, where.step)
         row = self.rows.get(key)
         if row is None:
             row = self.rows[key] = Row(cells, self._budget, self._dtype)
+        elif row.time != where.time:
+            row.drop()
+        row.time = where.time
+        return row
+
+    def stack(self, where: Pass, cell: Cell, policy: StackPolicy) -> StackRow:
+        """Where the residuals of a whole pass are kept."""
+        across_steps = policy.across == "steps"
+        key = (where.branch, -1 if across_steps else where.step)
+        row = self.stacks.get(key)
+        if row is None:
+            row = self.stacks[key] = StackRow(cell, self._budget, self._dtype, policy.history)
         elif row.time != where.time and not across_steps:
             row.drop()
         row.time = where.time
         return row
+
+    def whole(self, branch: str, step: int) -> Row | StackRow:
+        """Where the residual of the whole stack is kept, for methods with one span."""
+        return self.stacks[branch, step] if self.outer is not None else self.rows[branch, step]
 
     def schedule(self) -> list[tuple[str, int]]:
         """The (branch, step) pairs that a chunk of this rollout is made of, as far as known."""
@@ -137,7 +179,7 @@ class Rollout:
     def may_skip(self, where: Pass, weights: Callable[[], object]) -> bool:
         """Whether a chunk could be emitted from what this rollout remembers."""
         return (
-            self.policy.across == "chunks"
+            (self.outer is None or self.outer.across == "chunks")
             and self.chunk is not None
             and where.chunk > self.chunk
             and self.ordinal >= 0
@@ -153,12 +195,14 @@ class Rollout:
 
     def clear(self, why: str, detail: str = "") -> None:
         """Forget everything that was learnt, and log each cause once. Until a chunk begins, nothing is stored."""
-        if self.rows and why not in self._told:
+        if (self.rows or self.stacks) and why not in self._told:
             log.info("rollcache: %s %s: the next chunk is computed in full.", why, detail)
             self._told.add(why)
-        for row in self.rows.values():
+        for row in (*self.rows.values(), *self.stacks.values()):
             row.drop()
         self.rows.clear()
+        self.stacks.clear()
+        self.streak.clear()
         self._signatures.clear()
         self._schedule = None
         self._visited = set()

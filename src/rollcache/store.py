@@ -135,7 +135,7 @@ class Row:
         if residual is None:
             return False
         self._buffers[span] = residual
-        _subtract(residual, after, before)
+        subtract(residual, after, before)
         self.entries[span] = Entry(residual, tuple(a.dtype for a in after), chunk, snapshot)
         if fingerprint is not None:
             self.write(span, fingerprint, stamp)
@@ -186,12 +186,12 @@ class Row:
     def sound(self, start: int, stop: int, reduce: Reduce | None) -> Hidden | None:
         """What replaying a run adds, or None if that is not finite on some rank: then the culprits are marked."""
         total = self.total(start, stop)
-        if self._sound == (start, stop) or _finite(total, reduce):
+        if self._sound == (start, stop) or finite(total, reduce):
             self._sound = (start, stop)
             return total
         entries = [e for e in self.entries[start:stop] if e is not None]
         for entry in entries:
-            entry.finite = _finite(entry.residual, reduce)
+            entry.finite = finite(entry.residual, reduce)
         if all(e.finite for e in entries):  # they overflow together
             entries[0].finite = False
         return None
@@ -200,7 +200,7 @@ class Row:
         """Store the residual of a run of spans computed in one pass: what went in, subtracted from what came out."""
         total = self._room(start, stop)
         if total is not None:
-            _subtract(total, after, before)
+            subtract(total, after, before)
             self._run = (start, stop)
 
     def total(self, start: int, stop: int) -> Hidden:
@@ -258,7 +258,7 @@ class Row:
 
     def _reserve(self, like: Hidden, dtype: torch.dtype | None, copies: int | None = None) -> Hidden | None:
         """Buffers of the shapes of `like`, or None when the budget or the device has no room."""
-        size = _size(like, dtype) * (copies or 1)
+        size = bytes_of(like, dtype) * (copies or 1)
         if not self._budget.admit(size):
             return None
         leading = () if copies is None else (copies,)
@@ -277,11 +277,12 @@ class Row:
     def _predict(self, after: Hidden, fingerprint: Tensor | None) -> int:
         """Bytes of this row when every span is stored, with the total of a run and the fingerprints."""
         spans = len(self.cells)
-        residuals = (spans + (spans > 1)) * _size(after, self._dtype)
+        residuals = (spans + (spans > 1)) * bytes_of(after, self._dtype)
         return residuals + (0 if fingerprint is None else spans * fingerprint.nbytes)
 
 
-def _subtract(out: Hidden, after: Hidden, before: Hidden) -> None:
+def subtract(out: Hidden, after: Hidden, before: Hidden) -> None:
+    """Write `after - before` into `out`, in its dtype."""
     for r, a, b in zip(out, after, before, strict=True):
         if r.dtype == a.dtype:
             torch.sub(a, b, out=r)
@@ -289,12 +290,14 @@ def _subtract(out: Hidden, after: Hidden, before: Hidden) -> None:
             r.copy_(a - b)
 
 
-def _finite(tensors: Hidden, reduce: Reduce | None) -> bool:
+def finite(tensors: Hidden, reduce: Reduce | None) -> bool:
+    """Whether everything is finite, on every rank."""
     total = torch.stack([t.sum(dtype=torch.float32) for t in tensors]).sum()
     if reduce is None:
         return bool(torch.isfinite(total))
     return not bool(reduce((~torch.isfinite(total)).float()))
 
 
-def _size(tensors: Hidden, dtype: torch.dtype | None) -> int:
+def bytes_of(tensors: Hidden, dtype: torch.dtype | None) -> int:
+    """Bytes of tensors like these, in `dtype` or their own."""
     return sum(t.numel() * (dtype or t.dtype).itemsize for t in tensors)

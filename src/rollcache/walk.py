@@ -66,11 +66,12 @@ class Walk:
         self.engine = engine
         self.io = engine.adapter.io
         self.rollout = rollout
-        self.policy = rollout.policy
-        self.looks = rollout.policy.sampling is not None
+        assert rollout.inner is not None
+        self.policy = rollout.inner
+        self.looks = self.policy.sampling is not None
         self.where = where
         self.stamp = stamp
-        self.cells = tuple(Cell(where.branch, where.step, s.start, s.stop) for s in rollout.policy.spans)
+        self.cells = tuple(Cell(where.branch, where.step, s.start, s.stop) for s in self.policy.spans)
         self.next = 0  # the block that must come next
         self.resume = 0  # blocks before this one belong to a run that was replayed
         self.batch = len(self.cells)  # spans to compare at once

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
 from rollcache.fingerprint import Hidden
-from rollcache.passes import Pass, RollcacheError
+from rollcache.passes import Pass, RollcacheError, Segment
+from rollcache.tokens import Tokens
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -91,6 +92,49 @@ def _name(value: Any) -> str:
     return type(value).__name__
 
 
+Slots = dict[Any, tuple[Tensor, ...]]
+"""K/V of the tokens of a window, as the blocks of one pass left it; the keys are the adapter's own."""
+
+
+class SparseBlocks(Protocol):
+    """How the blocks of a model family run for chosen tokens alone."""
+
+    def capture(self, args: Args, kwargs: Kwargs, slots: Slots) -> None:
+        """Let the blocks of the pass that begins leave their K/V in `slots`; the arguments are those of block 0.
+
+        What they leave must not be written to by the model afterwards.
+        """
+        ...
+
+    def run(
+        self,
+        blocks: Sequence[nn.Module],
+        hidden: Tensor,
+        tokens: Tokens,
+        segments: tuple[Segment, ...],
+        args: Args,
+        kwargs: Kwargs,
+        slots: Slots,
+    ) -> Tensor:
+        """Run all blocks for chosen tokens.
+
+        Their queries attend to the K/V in `slots`, in which their own rows are overwritten, and to the persistent K/V.
+
+        Args:
+            blocks: the model's own.
+            hidden: what enters the stack for these tokens [B, k, C], in the order of `Tokens.rows`.
+            tokens: which they are.
+            segments: the token layout.
+            args: of block 0 in this pass; the hidden state among them is that of all tokens.
+            kwargs: likewise.
+            slots: what `capture` left, updated in place.
+
+        Returns:
+            What leaves the stack for these tokens [B, k, C].
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
     """One model family.
@@ -103,6 +147,10 @@ class Adapter:
         kv_writes: when K/V that later chunks attend to is written. With `every_forward` a replayed block leaves old K/V
             in its slot, so every chunk must end with a `COMMIT` pass; the engine insists on it.
         place: what the loop passes to `Cache.replays_chunk` and `Cache.skip_chunk` as a `Pass`, for loops that ask.
+        latent: the noisy latent of every token [B, L, Z], from the arguments of the model.
+        modulated: what block 0 attends with [B, L, C], from block 0 and its arguments. Default: its bare input.
+        embedding: the timestep embedding that modulates the blocks, from block 0 and its arguments.
+        sparse: how blocks run for chosen tokens. None: this family can repair tokens by `refresh` only.
     """
 
     blocks: Callable[[Any], Sequence[nn.Module]]
@@ -110,3 +158,7 @@ class Adapter:
     io: BlockIO = BlockIO()
     kv_writes: Literal["never", "commit_only", "every_forward", "last_step"] = "commit_only"
     place: Callable[[Any, Any], Pass] | None = None
+    latent: Callable[[Any, Args, Kwargs], Tensor] | None = None
+    modulated: Callable[[Any, Args, Kwargs], Tensor] | None = None
+    embedding: Callable[[Any, Args, Kwargs], Tensor] | None = None
+    sparse: SparseBlocks | None = None

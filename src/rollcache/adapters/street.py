@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rollcache.adapters.spec import Adapter, Args, Kwargs
 from rollcache.passes import Condition, Pass, Role, RollcacheError, Segment
-from rollcache.street.dit import ACTION_SD, StreetDiT
+from rollcache.street.dit import ACTION_SD, Block, StreetDiT
 from rollcache.street.protocol import Where
 
 AGENT_UNIT = torch.tensor(2.0)  # cells: at the usual tolerance an agent may cover a tenth of a cell more or less
@@ -31,6 +32,9 @@ def place(model: StreetDiT, where: Where) -> Pass:
         conditions=conditions,
         kv_update=where.kv_update,
         fresh_noise=where.fresh_noise,
+        time=where.sigma,
+        steps=where.steps,
+        frame=where.frame,
     )
 
 
@@ -44,4 +48,28 @@ def locate(model: StreetDiT, args: Args, kwargs: Kwargs) -> Pass:
     return place(model, where)
 
 
-ADAPTER = Adapter(blocks=lambda model: list(model.blocks), locate=locate, kv_writes="commit_only", place=place)
+def latent(model: StreetDiT, args: Args, kwargs: Kwargs) -> Tensor:
+    """The noisy latent of every token [B, L, Z]."""
+    z: Tensor = args[0] if args else kwargs["z"]
+    return z.flatten(1, 2)
+
+
+def modulated(block: Block, args: Args, kwargs: Kwargs) -> Tensor:
+    """What block 0 attends with [B, L, C]."""
+    return block.modulated(args[0], args[1]).flatten(1, 2)
+
+
+def embedding(block: Block, args: Args, kwargs: Kwargs) -> Tensor:
+    """Scales, shifts and gates of block 0 [B, N, 6C]: what timestep and action make of them."""
+    return block.modulation(args[1])
+
+
+ADAPTER = Adapter(
+    blocks=lambda model: list(model.blocks),
+    locate=locate,
+    kv_writes="commit_only",
+    place=place,
+    latent=latent,
+    modulated=modulated,
+    embedding=embedding,
+)

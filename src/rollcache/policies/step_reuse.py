@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollcache.decision import Action, Decision, Reason, Record
-from rollcache.passes import Cell, RollcacheError
+from rollcache.passes import Cell
 from rollcache.policies import schedules
-from rollcache.policies.base import Evidence, Policy
+from rollcache.policies.base import StackEvidence, StackPolicy
 from rollcache.settings import check_count
 
 _ANCHOR = Decision(Action.COMPUTE, Reason.SCHEDULE)
-_PROTECTED = Decision(Action.COMPUTE, Reason.PROTECTED)
 _REPLAY = Decision(Action.REPLAY, Reason.SCHEDULE)
 
 
@@ -84,27 +83,15 @@ class StepReuse:
         )
 
 
-class StepReusePolicy(Policy):
+class StepReusePolicy(StackPolicy):
     """Step reuse in one rollout; remembers nothing of its own."""
 
-    across = "steps"
-    warmup_chunks = 0
-    sampling = None
-
     def __init__(self, config: StepReuse, blocks: int) -> None:
-        """One span: the whole stack."""
-        self.config = config
-        self.spans = (range(blocks),)
+        """Settings, and the depth of the stack."""
+        super().__init__(blocks)
+        self.steps = config.steps
         self._exact = frozenset(config.anchors)
 
-    def decide(self, cell: Cell, evidence: Evidence) -> Decision:
+    def decide(self, cell: Cell, evidence: StackEvidence) -> Decision:  # type: ignore[override]
         """The schedule decides."""
-        where = evidence.where
-        if where.step >= self.config.steps:
-            raise RollcacheError(
-                f"step {where.step} of chunk {where.chunk}, but the schedule is for {self.config.steps} steps: give "
-                "StepReuse the number of steps that the loop runs."
-            )
-        if where.kv_write:
-            return _PROTECTED
-        return _ANCHOR if where.step in self._exact else _REPLAY
+        return _ANCHOR if cell.step in self._exact else _REPLAY

@@ -131,7 +131,7 @@ class Block(nn.Module):
 
     def forward(self, h: Tensor, ctx: BlockContext) -> Tensor:
         """Hidden state [B, L, C] to hidden state [B, L, C]; the input is not modified."""
-        mod = self.mod_out(nnf.silu(self.mod_in(ctx.c.to(self.mod_in.weight.dtype)))).to(h.dtype)
+        mod = self.modulation(ctx).to(h.dtype)
         shift1, scale1, gate1, shift2, scale2, gate2 = mod.unsqueeze(2).chunk(6, -1)  # [B, N, 1, C]
         x = h.unflatten(1, (ctx.frames, CELLS))  # [B, N, P, C]
         a = self._norm(x, shift1, scale1)
@@ -142,6 +142,15 @@ class Block(nn.Module):
         a = self._norm(x, shift2, scale2)
         x = x + gate2 * self.down(nnf.gelu(self.up(a))).to(h.dtype)
         return x.flatten(1, 2)
+
+    def modulation(self, ctx: BlockContext) -> Tensor:
+        """Shift, scale and gate of attention, then of the MLP [B, N, 6C]."""
+        return self.mod_out(nnf.silu(self.mod_in(ctx.c.to(self.mod_in.weight.dtype))))
+
+    def modulated(self, h: Tensor, ctx: BlockContext) -> Tensor:
+        """What the attention of this block sees of hidden state [B, L, C]: [B, N, P, C]."""
+        shift, scale = self.modulation(ctx).to(h.dtype).unsqueeze(2).chunk(6, -1)[:2]
+        return self._norm(h.unflatten(1, (ctx.frames, CELLS)), shift, scale)
 
     def _norm(self, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         y = torch.addcmul(shift, nnf.layer_norm(x, x.shape[-1:]), 1 + scale)

@@ -29,6 +29,9 @@ class Where:
         fresh_noise: this generation step starts from noise that the one before did not use.
         action: ego action per latent frame of the window [F, A] in physical units, held where not known yet.
         agents: how much of every latent cell the traffic covers, as far as it is known [F, P], 0 to 1.
+        sigma: noise level of the pass.
+        steps: denoising steps of a chunk.
+        frame: the latent frame of the window that this chunk emits; None emits all of them.
     """
 
     rollout: int
@@ -39,6 +42,9 @@ class Where:
     fresh_noise: bool = False
     action: Tensor | None = None
     agents: Tensor | None = None
+    sigma: float | None = None
+    steps: int | None = None
+    frame: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -258,13 +258,19 @@ class Session:
             fresh_noise=first or self.protocol.noise != "per_cycle",
             action=action,
             agents=None if told is None else told.agents(),
+            steps=self.protocol.steps,
+            frame=None if self.protocol.latents_per_chunk > 1 else self._emits(),
         )
+
+    def _emits(self) -> int:
+        """The latent frame of its window that this generation step emits."""
+        return self.chunk % self.protocol.window if self.protocol.kind == "receding" else 0
 
     def _denoise(self, action: Tensor, told: Described | None, where: Where) -> Tensor:
         """Euler steps from this generation step's noise to a clean window [F, P, Z]."""
         x = self._noise()
         for i, (t, t_next) in enumerate(itertools.pairwise(self._sigmas)):
-            x = x - (t - t_next) * self._pass(x, t, action, told, replace(where, step=i))
+            x = x - (t - t_next) * self._pass(x, t, action, told, replace(where, step=i, sigma=t))
         return x
 
     def _commit(self, window: Tensor, action: Tensor, told: Described | None) -> None:
