@@ -168,4 +168,4 @@ class Calibration:
 
 def _flat(text: str) -> str:
     """Rows of numbers on one line each: the file stays small, and a person can read it."""
-    return re.sub(r"\[\s+([-\d][-\d.,e+\s]*?)\s+\]", lambda m: f"[{re.sub(r'\s+', ' ', m[1])}]", text)
+    return re.sub(r"\[\s+([-\d][-\d.,e+\s]*?)\s+\]", lambda m: "[" + " ".join(m[1].split()) + "]", text)
