@@ -6,7 +6,20 @@ from rollcache.adapters import Adapter, BlockIO
 from rollcache.cache import Cache, disable, enable, summary
 from rollcache.decision import Action, Decision, Reason, Record, Stats, Trace
 from rollcache.passes import Cell, Condition, Pass, Role, RollcacheError, RollcacheWarning, Segment
-from rollcache.policies import Evidence, Policy, PolicyConfig, Similarity, StepReuse, WindowReuse, XCache
+from rollcache.policies import (
+    Evidence,
+    Policy,
+    PolicyConfig,
+    Replan,
+    Similarity,
+    Stacked,
+    StackEvidence,
+    StackPolicy,
+    StepReuse,
+    WindowReuse,
+    XCache,
+)
+from rollcache.tokens import Tokens
 
 __all__ = [
     "Action",
@@ -22,13 +35,18 @@ __all__ = [
     "PolicyConfig",
     "Reason",
     "Record",
+    "Replan",
     "Role",
     "RollcacheError",
     "RollcacheWarning",
     "Segment",
     "Similarity",
+    "StackEvidence",
+    "StackPolicy",
+    "Stacked",
     "Stats",
     "StepReuse",
+    "Tokens",
     "Trace",
     "WindowReuse",
     "XCache",

@@ -181,7 +181,7 @@ class StackPolicy(Policy):
             runs all and keeps the chosen ones.
     """
 
-    across = "steps"
+    across: Literal["chunks", "steps"] = "steps"
     warmup_chunks = 0
     sampling = None
     steps: int | None = None

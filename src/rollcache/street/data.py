@@ -234,6 +234,29 @@ def hold(action: Tensor, known: int) -> Tensor:
     return torch.cat((action[..., :known, :], held), -2)
 
 
+def extrapolate(action: Tensor, known: int, damping: float = 0.5) -> Tensor:
+    """Window actions [..., F, A] with everything after the first `known` latents carried on from its last change.
+
+    The change from the last but one to the last known frame goes on, `damping` times smaller with every latent. Speed
+    stays at or above 0.
+    """
+    count = action.shape[-2] - known
+    if count <= 0:
+        return action
+    last = action[..., known - 1, -2:]
+    before = action[..., known - 1, -4:-2]
+    out, value, change = [], last, last - before
+    for _ in range(count):
+        frames = []
+        for _ in range(FRAMES_PER_LATENT):
+            value = value + change
+            value = torch.stack((value[..., 0].clamp_min(0), value[..., 1]), -1)
+            frames.append(value)
+        change = change * damping
+        out.append(torch.cat(frames, -1))
+    return torch.cat((action[..., :known, :], torch.stack(out, -2)), -2)
+
+
 def sample_windows(
     clips: list[LatentClip],
     windows: int,

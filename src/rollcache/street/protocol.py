@@ -64,6 +64,8 @@ class Protocol:
         noise: `per_cycle` keeps one noise tensor for a cycle, `fresh` draws one per generation step, `correlated`
             mixes both with weight `rho` on the shared one.
         rho: see `noise`.
+        ahead: what a receding window takes the actions to be that are not known yet: `hold` the last one, or
+            `extrapolate` its change. A plan given to `Session.step` comes first.
     """
 
     kind: Kind = "receding"
@@ -73,12 +75,15 @@ class Protocol:
     kv_every: int = 4
     noise: Noise = "per_cycle"
     rho: float = 0.8
+    ahead: Literal["hold", "extrapolate"] = "hold"
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"unknown protocol kind {self.kind!r}; choose one of {', '.join(KINDS)}.")
         if self.noise not in ("fresh", "per_cycle", "correlated"):
             raise ValueError(f"unknown noise {self.noise!r}; choose fresh, per_cycle or correlated.")
+        if self.ahead not in ("hold", "extrapolate"):
+            raise ValueError(f"unknown ahead {self.ahead!r}; choose hold or extrapolate.")
         if self.steps < 1 or self.kv_every < 1:
             raise ValueError(f"steps ({self.steps}) and kv_every ({self.kv_every}) must be at least 1.")
         if not 0 <= self.rho <= 1:
@@ -123,4 +128,5 @@ class Protocol:
         return (
             f"{self.kind}: window of {self.window} latents, {self.latents_per_chunk} emitted per generation step, "
             f"{self.steps} denoising steps (shift {self.shift:g}), K/V committed every {self.kv_every}, {noise}"
+            + (", actions ahead extrapolated" if self.ahead == "extrapolate" else "")
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rollcache.street.codec import Codec
-from rollcache.street.data import hold, latent_actions
+from rollcache.street.data import extrapolate, hold, latent_actions
 from rollcache.street.describe import Described, describe, describe_log
 from rollcache.street.dit import StreetDiT, WindowKV
 from rollcache.street.protocol import Protocol, Where
@@ -150,6 +150,7 @@ class Session:
         self._sigmas = self.protocol.sigmas.tolist()
         self._actions: list[Tensor] = []  # commanded actions of this window, one [1, A] a latent
         self._emitted: list[Tensor] = []
+        self._plan: Tensor | None = None  # actions that will probably follow [n, A]
         self._window: Tensor | None = None
         if start.scenery is not None and len(start.scenery) < len(start.latents):
             raise ValueError(f"the scenery has {len(start.scenery)} latent frames; the start has {len(start.latents)}.")
@@ -165,12 +166,18 @@ class Session:
         return FRAMES_PER_LATENT * self.protocol.latents_per_chunk
 
     @torch.inference_mode()
-    def step(self, action: Tensor) -> Emission:
+    def step(self, action: Tensor, plan: Tensor | None = None) -> Emission:
         """Generate the next chunk.
 
         Args:
             action: commanded (speed m/s, yaw rate rad/s) of the frames to come [frames_per_step, 2].
+            plan: what will probably be commanded after them [any number of frames, 2], such as a driving policy's
+                own plan; only the receding loop looks ahead. Frames of the window that it does not reach are held.
+
+        Raises:
+            ValueError: wrong shapes, or numbers that are not finite.
         """
+        self._plan = self._checked_plan(plan)
         action = torch.as_tensor(action, dtype=torch.float32, device=self.world.device)
         if action.shape != (self.frames_per_step, 2):
             raise ValueError(f"action has shape {tuple(action.shape)}; expected ({self.frames_per_step}, 2).")
@@ -192,7 +199,7 @@ class Session:
             self._actions, self._emitted = [], []
         self._actions.append(action)
         known = torch.cat(self._actions)  # [j + 1, A]
-        held = hold(torch.cat((known, known[-1:].expand(size - j - 1, -1))), j + 1)
+        held = self._ahead(known, size)
         told = self._told(held, j + 1)
         where = self._where(held, told)
         passes = 0
@@ -204,6 +211,25 @@ class Session:
             self._commit(torch.cat(self._emitted), known, told)
             passes += 1
         return self._emitted[-1], passes
+
+    def _ahead(self, known: Tensor, size: int) -> Tensor:
+        """The actions of a window [size, A] of which the first are known [j + 1, A]."""
+        if self._plan is not None:
+            known = torch.cat((known, self._plan))[:size]
+        missing = size - len(known)
+        window = torch.cat((known, known[-1:].expand(missing, -1)))
+        fill = extrapolate if self.protocol.ahead == "extrapolate" else hold
+        return fill(window, len(known))
+
+    def _checked_plan(self, plan: Tensor | None) -> Tensor | None:
+        """A plan [frames, 2] as whole latents [n, A]; None where there is none."""
+        if plan is None or self.protocol.kind != "receding":
+            return None
+        plan = torch.as_tensor(plan, dtype=torch.float32, device=self.world.device)
+        if plan.ndim != 2 or plan.shape[-1] != 2 or not torch.isfinite(plan).all():
+            raise ValueError(f"a plan must be finite numbers [frames, 2], got shape {tuple(plan.shape)}.")
+        whole = len(plan) // FRAMES_PER_LATENT * FRAMES_PER_LATENT
+        return latent_actions(plan[:whole]) if whole else None
 
     def _step_sliding(self, action: Tensor) -> tuple[Tensor, int]:
         size = self.protocol.window
