@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from math import inf, isfinite
 
 END = 0.8  # share of the trajectory at which the last anchor of a dense-to-sparse schedule lies
 EXPONENT = 1.88  # reproduces the published gaps 1,1,2,3,4,4,6,5,7 of N=50, W=6, n=10
@@ -38,9 +39,11 @@ def dense_to_sparse(
     return _rising([*range(warmup), *found, *sorted(tail)], steps)
 
 
-def sparse_to_dense(steps: int, warmup: int, anchors: int) -> tuple[int, ...]:
+def sparse_to_dense(
+    steps: int, warmup: int, anchors: int, end: float = END, exponent: float = EXPONENT
+) -> tuple[int, ...]:
     """The gaps of `dense_to_sparse` in the opposite order, between the same first and last anchor."""
-    forward = dense_to_sparse(steps, warmup, anchors)[warmup:]
+    forward = dense_to_sparse(steps, warmup, anchors, end, exponent)[warmup:]
     gaps = [b - a for a, b in pairwise(forward)]
     return (*range(warmup), *accumulate(gaps[::-1], initial=forward[0]))
 
@@ -52,6 +55,36 @@ def even_in_sigma(sigmas: Sequence[float], exact: int) -> tuple[int, ...]:
     wanted = [first + (last - first) * i / max(exact - 1, 1) for i in range(exact)]
     nearest = [min(range(len(sigmas)), key=lambda s, w=w: abs(sigmas[s] - w)) for w in wanted]  # type: ignore[misc]
     return _rising(nearest, len(sigmas))
+
+
+def best_schedule(cost: Sequence[Sequence[float]], exact: int, steps: int) -> tuple[int, ...]:
+    """The `exact` anchors, the first of them 0, under which replaying the other steps costs least in all.
+
+    Dynamic programming over a measured cost. FSC's figure 10 warns that the optimum of such a local cost is not the
+    schedule with the best video.
+
+    Args:
+        cost: `cost[a][s]` is the error of replaying at step s the residual of anchor a < s, weighted by the influence
+            that an error at step s has on the result. Other entries are not read.
+        exact: anchors.
+        steps: N.
+    """
+    _check(steps, 0, exact)
+    if len(cost) < steps or any(len(row) < steps for row in cost[:steps]):
+        raise ValueError(f"cost must have {steps} rows of {steps} entries, one per anchor and step.")
+    for a in range(steps):
+        for s in range(a + 1, steps):
+            if not (isfinite(cost[a][s]) and cost[a][s] >= 0):
+                raise ValueError(f"cost[{a}][{s}] is {cost[a][s]}; an error must be finite and not negative.")
+    replayed = [[0.0, *accumulate(cost[a][s] for s in range(a + 1, steps))] for a in range(steps)]
+    # best[a]: (cost of all steps before a, anchors up to and including a), with as many anchors as the round counts
+    best: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,)), *[(inf, ())] * (steps - 1)]
+    for _ in range(exact - 1):
+        best = [
+            min(((best[a][0] + replayed[a][b - a - 1], (*best[a][1], b)) for a in range(b)), default=(inf, ()))
+            for b in range(steps)
+        ]
+    return min((best[a][0] + replayed[a][-1], best[a][1]) for a in range(steps))[1]
 
 
 def _rising(found: Sequence[int], steps: int) -> tuple[int, ...]:
