@@ -113,7 +113,8 @@ def test_the_ceilings_parts_add_up_to_the_full_run(outcome: Outcome) -> None:
 def test_controls_and_floors(outcome: Outcome) -> None:
     result = outcome.result
     rows = {c["key"]: c for c in result["controls"]}
-    assert list(rows) == ["xcache-paper", "window-reuse", "action-gate", "frozen", "steps-3", "steps-2", "steps-1"]
+    reuse = ["xcache-paper", "window-reuse", "action-gate", "replan", "frozen"]
+    assert list(rows) == [*reuse, "steps-3", "steps-2", "steps-1"]
     assert rows["frozen"]["skip_rate"] == pytest.approx(0.75)
     assert rows["steps-2"]["skip_rate"] is None
     assert rows["steps-1"]["ceiling"] > rows["steps-2"]["ceiling"] > rows["steps-3"]["ceiling"] > 1

@@ -23,7 +23,7 @@ from rollcache.bench.progress import Narrator
 from rollcache.bench.results import Results, fitting, load_results, mark_reported
 from rollcache.measure import provenance
 from rollcache.measure.provenance import plain
-from rollcache.policies import WindowReuse, XCache
+from rollcache.policies import Replan, WindowReuse, XCache
 
 if TYPE_CHECKING:
     from rollcache.bench.takes import TakePlan
@@ -135,6 +135,8 @@ class Compare:
     """Settings of X-Cache; with --policy xcache-paper the defaults are those of the paper's Table 1."""
     window_reuse: WindowReuse = field(default_factory=WindowReuse)
     """Settings of WindowReuse."""
+    replan: Replan = field(default_factory=Replan)
+    """Settings of Replan."""
 
     @classmethod
     def default(cls, words: Sequence[str]) -> Compare:
@@ -144,7 +146,12 @@ class Compare:
             ValueError: settings of another policy than the chosen one.
         """
         policy = _value_of("--policy", words) or "xcache"
-        for prefix, takers in (("--xcache.", ("xcache", "xcache-paper")), ("--window-reuse.", ("window-reuse",))):
+        owners = {
+            "--xcache.": ("xcache", "xcache-paper"),
+            "--window-reuse.": ("window-reuse",),
+            "--replan.": ("replan",),
+        }
+        for prefix, takers in owners.items():
             given = [w.split("=")[0] for w in words if w.replace("_", "-").startswith(prefix)]
             if given and policy not in takers:
                 raise ValueError(
@@ -154,7 +161,12 @@ class Compare:
 
     def run(self) -> int:
         """Run it; returns the exit code."""
-        settings: Any = {"xcache": self.xcache, "xcache-paper": self.xcache, "window-reuse": self.window_reuse}
+        settings: Any = {
+            "xcache": self.xcache,
+            "xcache-paper": self.xcache,
+            "window-reuse": self.window_reuse,
+            "replan": self.replan,
+        }
         changes = {} if self.policy == "none" else vars(settings[self.policy])
         cached = cached_plan(self.policy, dict(changes))
         protocol = self.driving.rules()

@@ -30,6 +30,7 @@ def policy_named(name: str, changes: dict[str, Any] | None = None) -> Any:
         "xcache": rollcache.XCache,
         "xcache-paper": rollcache.XCache.paper,
         "window-reuse": rollcache.WindowReuse,
+        "replan": rollcache.Replan,
     }
     if name not in makers:
         raise ValueError(f"unknown policy {name!r}; choose {', '.join((*makers, 'none'))}.")
@@ -44,6 +45,7 @@ LABELS = {
     "xcache": "X-Cache",
     "xcache-paper": "X-Cache as in the paper",
     "window-reuse": "WindowReuse",
+    "replan": "Replan",
     "none": "full compute again",
 }
 
@@ -51,7 +53,7 @@ LABELS = {
 def cached_plan(name: str, changes: dict[str, Any] | None = None) -> Plan:
     """The plan of the cache under test; `none` runs full compute twice, which must give a speedup of 1."""
     policy = policy_named(name, changes)
-    return Plan(key=name if name != "none" else "again", label=LABELS[name], policy=policy)
+    return Plan(key=name if name != "none" else "again", label=LABELS[name], policy=policy, no_pass=name == "replan")
 
 
 def control_plans(protocol: Protocol, tested: str) -> list[Plan]:
@@ -67,6 +69,8 @@ def control_plans(protocol: Protocol, tested: str) -> list[Plan]:
         plans.append(
             Plan(key="action-gate", label="WindowReuse, no pass", policy=policy_named("window-reuse"), no_pass=True)
         )
+        if tested != "replan":
+            plans.append(cached_plan("replan"))
         plans.append(Plan(key="frozen", label="frozen window", frozen=True))
     plans += [
         Plan(key=f"steps-{n}", label=f"{n} step{'s' if n > 1 else ''} of {protocol.steps}", steps=n)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rollcache.bench.controls import LABELS, policy_named
+from rollcache.bench.controls import LABELS, cached_plan, policy_named
 from rollcache.bench.decisions import Decisions
 from rollcache.bench.lanes import FULL, OnChunk, Plan, open_lane, race
 from rollcache.measure.fidelity import psnr
@@ -32,6 +32,7 @@ def plans() -> list[Plan]:
         Plan(key="blind", label="X-Cache, blind to actions", policy=XCache.paper(condition_cosine=False)),
         Plan(key="blind-9995", label="blind, floor .9995", policy=XCache(condition_tol=None)),
         Plan(key="action-gate", label="WindowReuse, no pass", policy=policy_named("window-reuse"), no_pass=True),
+        cached_plan("replan"),
         Plan(key="frozen", label="frozen window", frozen=True),
     ]
 
@@ -83,7 +84,7 @@ def inject(
         if name == "injected":
             for lane in lanes:
                 words = Decisions.of(lane).words[end - every : end]
-                recomputed[lane.key] = [sum(word.count("C") for word in chunk) for chunk in words]
+                recomputed[lane.key] = [sum(word.count("C") + word.count("P") for word in chunk) for chunk in words]
     per = take.actions.shape[1]
     spans = {"rest": slice(at * per, end * per), "next": slice(end * per, (end + every) * per)}
     effect = {key: _difference(frames["injected"][key], frames["plain"][key]) for key in frames["plain"]}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Scenario = Literal["urban", "highway", "u-turn"]
 Kind = Literal["receding", "chunked", "shared", "sliding"]
 Stage = Literal["student", "teacher"]
-PolicyName = Literal["xcache", "xcache-paper", "window-reuse", "none"]
+PolicyName = Literal["xcache", "xcache-paper", "window-reuse", "replan", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)

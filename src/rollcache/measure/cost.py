@@ -8,7 +8,7 @@ blocks, the blocks that were computed, and the commit passes.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,6 +76,7 @@ def ceiling(
     chunks: int,
     steps: int,
     skipped: Iterable[Cell] = (),
+    parts: Mapping[Cell, float] | None = None,
     empty_chunks: Iterable[int] = (),
     commits: int = 0,
     warmup: int = 0,
@@ -88,6 +89,7 @@ def ceiling(
         chunks: Chunks of the rollout, warm-up included; chunk numbers run from 0.
         steps: Denoising steps of a chunk.
         skipped: The cells (chunk, step, block) that were not computed, one entry a branch.
+        parts: Cells that were computed for some tokens only, and the share of the tokens that were left out.
         empty_chunks: Chunks that were emitted without any pass; they save the whole of their passes.
         commits: Commit passes after warm-up.
         warmup: Chunks at the start that do not count.
@@ -121,7 +123,12 @@ def ceiling(
         seen[cell] = seen.get(cell, 0) + 1
         if seen[cell] > branches:
             raise ValueError(f"cell {cell} is given {seen[cell]} times, but there are {branches} branches")
-    counted = {cell: count for cell, count in seen.items() if cell[0] >= warmup and cell[0] not in empty}
+    weights: dict[Cell, float] = {**seen}
+    for cell, share in (parts or {}).items():
+        if cell in seen or not 0 <= share <= 1:
+            raise ValueError(f"cell {cell} is left out by a share of {share:g}, and skipped {seen.get(cell, 0)} times")
+        weights[cell] = share
+    counted = {cell: count for cell, count in weights.items() if cell[0] >= warmup and cell[0] not in empty}
     bare = len([n for n in empty if n >= warmup])
     passes = (chunks - warmup) * steps * branches
     full = passes * times.denoise + commits * times.commit
