@@ -11,6 +11,7 @@ from rollcache.adapters.spec import Adapter, Args, Kwargs
 from rollcache.passes import Condition, Pass, Role, RollcacheError, Segment
 from rollcache.street.dit import ACTION_SD, Block, StreetDiT
 from rollcache.street.protocol import Where
+from rollcache.street.rows import StreetRows
 
 AGENT_UNIT = torch.tensor(2.0)  # cells: at the usual tolerance an agent may cover a tenth of a cell more or less
 
@@ -72,4 +73,5 @@ ADAPTER = Adapter(
     latent=latent,
     modulated=modulated,
     embedding=embedding,
+    sparse=StreetRows(),
 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
@@ -87,7 +88,8 @@ class BlockContext:
     """What every block of one pass shares. `c`: condition [B, N, C]. `rope`: cos and sin [B, N, P, 1, head/2].
 
     `told`: tokens of what every camera sees, and of the scene [B, N, V, E + 1, C]. `far`: per view group the squared
-    distance in cells from every cell to every token [B, N, V, 1, cells, E + 1], `ABSENT` where there is none.
+    distance in cells from every cell to every token [B, N, V, 1, cells, E + 1], `ABSENT` where there is none. `tap`:
+    where the blocks of a pass over one window leave the K/V that they attended to; see `rows.py`.
     """
 
     c: Tensor
@@ -99,6 +101,13 @@ class BlockContext:
     kv: WindowKV | None
     commit: bool
     visible: int  # windows before its own that a window may attend to inside this pass
+    tap: dict[Any, tuple[Tensor, ...]] | None = None
+
+    def leave(self, key: Any, k: Tensor, v: Tensor) -> None:
+        """Leave K/V at the tap, copied where they are part of something larger or will be committed."""
+        if self.tap is not None:
+            shared = (self.commit or x.untyped_storage().nbytes() > x.nbytes for x in (k, v))
+            self.tap[key] = tuple(x.clone() if s else x for x, s in zip((k, v), shared, strict=True))
 
 
 class Block(nn.Module):
@@ -163,7 +172,9 @@ class Block(nn.Module):
         return q, k, v
 
     def _attend_views(self, qkv: Tensor, ctx: BlockContext) -> Tensor:
-        q, k, v = (t.flatten(0, 1).transpose(1, 2) for t in self._split(qkv))  # [B*N, heads, P, d]
+        q, k, v = self._split(qkv)
+        ctx.leave(self.index, k, v)
+        q, k, v = (t.flatten(0, 1).transpose(1, 2) for t in (q, k, v))  # [B*N, heads, P, d]
         out = nnf.scaled_dot_product_attention(q, k, v)
         return out.transpose(1, 2).flatten(2).unflatten(0, (-1, ctx.frames))
 
@@ -189,12 +200,14 @@ class Block(nn.Module):
         q, k = nnf.layer_norm(q, q.shape[-1:]), nnf.layer_norm(k, k.shape[-1:])
         slope = self.fade.exp().to(q.dtype)[:, None, None]
         parts, cell, view = [], 0, 0
-        for group, far in zip(RIG, ctx.far, strict=True):
+        for g, (group, far) in enumerate(zip(RIG, ctx.far, strict=True)):
             views = len(group.cameras)
             part, seen = slice(cell, cell + views * group.cells), slice(view, view + views)
             cell, view = cell + views * group.cells, view + views
             qg = q[:, :, part].unflatten(2, (views, -1)).transpose(3, 4).flatten(0, 2)  # [B*N*V, heads, cells, d]
             kg, vg = (t[:, :, seen].transpose(3, 4).flatten(0, 2) for t in (k, v))
+            if ctx.tap is not None and "told" in ctx.tap:
+                ctx.leave((self.index, g, "told"), kg, vg)
             bias = -slope * far.flatten(0, 2).to(qg.dtype)
             out = nnf.scaled_dot_product_attention(qg, kg, vg, attn_mask=bias)
             parts.append(out.transpose(1, 2).flatten(2).unflatten(0, (*q.shape[:2], views)).flatten(2, 3))
@@ -211,6 +224,7 @@ class Block(nn.Module):
             kw, vw = k[:, :, seen], v[:, :, seen]
             if cached is not None:
                 kw, vw = torch.cat((cached[0], kw), 2), torch.cat((cached[1], vw), 2)
+            ctx.leave((self.index, group), kw, vw)
             outs.append(nnf.scaled_dot_product_attention(q[:, :, w * size : (w + 1) * size], kw, vw))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
