@@ -271,6 +271,7 @@ def test_branches_do_not_share_state() -> None:
         alone, single = rollout(Denoiser(), {branch: noise}, config)
         assert all(torch.equal(a, b) for a, b in zip(alone[branch], both[branch], strict=True))
         assert [r.action for r in handle.trace if r.branch == branch] == [r.action for r in single.trace]
+        assert 0 < single.stats().skip_rate < 1
 
 
 def test_a_chunk_begins_anew() -> None:

@@ -166,6 +166,7 @@ def test_branches_do_not_share_state() -> None:
         assert all(torch.equal(a, b) for a, b in zip(alone[branch], both[branch], strict=True))
         actions[branch] = [r.action for r in single.trace]
         assert [r.action for r in handle.trace if r.branch == branch] == actions[branch]
+        assert Action.REPLAY in actions[branch]
     assert actions["cond"] != actions["uncond"]
 
 
