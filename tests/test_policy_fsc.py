@@ -325,6 +325,8 @@ def agree(recorded: Recorded, config: FSC) -> Counter[str]:
         levels[level] += 1
         place = f"chunk {where.chunk}, step {where.step} ({where.branch})"
         assert level == (decision.level or "anchor"), place
+        if level == "C0" and isfinite(decision.drift):
+            assert decision.drift < decision.limit, place
         if isfinite(decision.drift):
             assert decision.drift == pytest.approx(rho, rel=1e-4), place
         if level in LEVELS[1:4]:
@@ -347,6 +349,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "shares": (0.5, 0.5, 0.5),
         "low_gate": False,
         "share_scale": 1.0,
+        "age_weight": 0.0,
+    },
+    "more old tokens than C2 takes": {
+        "max_age": 3,
+        "thresholds": (1e-6, 9.0, 9.0, 9.0),
+        "shares": (0.3, 0.3, 0.3),
+        "share_scale": 1.0,
+        "low_gate": False,
+        "age_weight": 0.9,
+        "age_horizon": 3,
+    },
+    "old tokens, more than half": {
+        "max_age": 3,
+        "thresholds": (1e-6, 9.0, 9.0, 9.0),
+        "shares": (0.45, 0.45, 0.45),
+        "share_scale": 1.0,
+        "low_gate": False,
         "age_weight": 0.0,
     },
     "old tokens, all": {"max_age": 2, "risk_scale": 4.0},
@@ -534,6 +553,16 @@ def test_evidence_that_is_not_finite_computes(poison: float) -> None:
     decision = drive(0, 2, bad)
     assert (decision.action, decision.reason, decision.level) == (Action.COMPUTE, Reason.NOT_FINITE, "Full")
     assert drive(0, 3, torch.ones(1, LENGTH, WIDTH)).level == "C0"  # X_ref is still the sound one
+
+
+def test_what_was_learnt_under_inference_mode_serves_without_it() -> None:
+    drive = Driven(FSC(steps=12, risk_scale=0.5, max_age=3))
+    x = torch.randn(1, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    actions = set()
+    for step in range(12):
+        with torch.inference_mode(step % 2 == 0):
+            actions.add(drive(0, step, x * (1 + 0.03 * step)).action)
+    assert actions == {Action.COMPUTE, Action.REPAIR, Action.REPLAY}
 
 
 @pytest.mark.parametrize("gate", [False, True])

@@ -30,7 +30,6 @@ class _State:
     `age` [L]: steps since a token was computed, as of the last pass. `replays`: C0 in a row.
     """
 
-    chunk: int
     reference: Reference
     age: Tensor
     replays: int = 0
@@ -68,7 +67,7 @@ class FSCPolicy(StackPolicy):
         if not isfinite(risk):
             return Decision(Action.COMPUTE, Reason.NOT_FINITE, drift=risk, level="Full")
         level, limits = config.route(risk, step, low), config.limits(step)
-        limit = limits[0] if level == 0 else limits[level - 1]
+        limit = limits[level - 1] if level else limits[0] if self.repairs else limits[-1]
         reason = Reason.DRIFT if level else Reason.STEADY
         share = config.share(level)
         if level < FULL and (worn or stale):
@@ -80,18 +79,16 @@ class FSCPolicy(StackPolicy):
 
     def conclude(self, cell: Cell, decision: Decision, evidence: StackEvidence) -> None:
         """Ages grow; an anchor replaces X_ref."""
-        where = evidence.where
         state = self._states.get(cell.branch)
-        begins = state is None or state.chunk != where.chunk or cell.step == 0
-        if state is None or begins or self._renews(decision):
+        if state is None or self._renews(decision):
             reference = self._reference(evidence)
             age = torch.zeros(reference.latent.shape[1], device=reference.latent.device)
-            self._states[cell.branch] = _State(where.chunk, reference, age)
+            self._states[cell.branch] = _State(reference, age)
         elif decision.action is Action.COMPUTE:
             state.age, state.replays = torch.zeros_like(state.age), 0
         elif decision.action is Action.REPAIR:
             assert decision.tokens is not None
-            rows = decision.tokens.rows(where.segments, state.age.device)
+            rows = decision.tokens.rows(evidence.where.segments, state.age.device)
             state.age, state.replays = (state.age + 1).index_fill(0, rows, 0), 0
         else:
             state.age, state.replays = state.age + 1, state.replays + 1
@@ -101,7 +98,7 @@ class FSCPolicy(StackPolicy):
         self._states.clear()
 
     def _renews(self, decision: Decision) -> bool:
-        """Whether an executed decision is an anchor."""
+        """Whether an executed decision is an anchor; the first of a chunk, with nothing stored, always is one."""
         repair = decision.level in LEVELS or decision.reason is Reason.NOT_FINITE
         return decision.action is Action.COMPUTE and (self.config.coupled or not repair)
 
