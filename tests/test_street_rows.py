@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +16,13 @@ import torch
 import torch.nn.functional as nnf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from street_doubles import random_world
+from street_doubles import noise_frames, random_world
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rollcache
 from rollcache import Action, Reason
+from rollcache.bench.takes import plan_take
 from rollcache.decision import Decision, Record
 from rollcache.passes import Cell, Segment
 from rollcache.policies.base import StackEvidence, StackPolicy
@@ -308,6 +313,22 @@ def test_a_repair_under_no_grad_may_follow_a_pass_under_inference_mode() -> None
     assert all(torch.equal(a, b) for a, b in zip(out, again, strict=True))
 
 
+def test_under_autocast_repairs_run_as_the_dense_pass_does() -> None:
+    """Also through the engine, which turns autocast off where it measures."""
+    model = model_of()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        kv = filled(model)
+        seen, tokens = dense(model, inputs(2), kv), choices(model)[2]
+    out = repair(model, seen, tokens, seen.slots)
+    rows = tokens.rows(segments(model), out.device)
+    assert seen.ctx.rope[0].dtype is torch.bfloat16
+    assert (out - seen.output[:, rows]).abs().max() < 2e-2 * out.abs().max()
+    world = random_world()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, records, _ = rollout(world, Repairs(at=frozenset({1}), choose=share(0.2)), steps=2)
+    assert [r.action for r in records] == [Action.COMPUTE, Action.REPAIR] * 2
+
+
 def test_what_is_told_is_looked_up_only_while_it_is_the_same() -> None:
     """The K/V of what is told is taken from the slots as long as it is told again, value by value."""
     model = model_of()
@@ -322,6 +343,31 @@ def test_what_is_told_is_looked_up_only_while_it_is_the_same() -> None:
     fresh = dict(other.slots)
     torch.testing.assert_close(repair(model, other, tokens, fresh), other.output[:, rows], atol=1e-5, rtol=1e-5)
     assert (out[1] - out[0]).abs().max() > 1e-3
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what makes the host wait for an accelerator: reading values, and copying numbers from the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "lift_fresh"), (
+            name
+        )
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("which", range(8))
+def test_no_repair_makes_the_host_wait(which: int) -> None:
+    """Off the CPU nothing that was told is remembered, and then nothing is compared."""
+    model = model_of()
+    kv, tokens = filled(model), choices(model)[which]
+    seen = dense(model, inputs(2), kv)
+    seen.slots.pop("told")
+    rows = tokens.rows(segments(model), seen.hidden.device)
+    inside, call = seen.hidden.index_select(1, rows), (seen.hidden, seen.ctx)
+    with NoWaiting():
+        out = ROWS.run(list(model.blocks), inside, tokens, segments(model), call, {}, seen.slots)
+    torch.testing.assert_close(out, seen.output[:, rows], atol=1e-5, rtol=1e-5)
 
 
 def test_passes_over_several_windows_leave_nothing() -> None:
@@ -498,3 +544,33 @@ def test_rows_outside_the_choice_keep_their_kv(q: float, seed: int, frames: set[
     assert sum(int(x.sum()) for x in here) == tokens.count(segments(model))
     for x, s in zip(here, segments(model), strict=True):
         assert not x.unflatten(1, (F, s.cells))[:, [f for f in range(F) if f not in frames]].any()
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Any:
+    path = Path(__file__).parent.parent / "benchmarks" / "sparse.py"
+    spec = importlib.util.spec_from_file_location("sparse", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sparse"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_benchmark_s_arithmetic(benchmark: Any) -> None:
+    assert benchmark.ideal(50, 16, 0.1) == pytest.approx(50 / 19.4)
+    assert benchmark.ideal(50, 16, 0.0, floor=0.1) == pytest.approx(50 / 19.4)
+    assert benchmark.ideal(50, 16, 1.0, floor=0.1) == 1
+    found = benchmark.measured([2.0] * 8, [2.0, 1.0, 1.0, 1.0] * 2, (0,), 4)
+    assert found == {"exact": 1, "other": 0.5, "speedup": 1.6, "low": 1.6, "high": 1.6, "total": 1.6}
+
+
+def test_the_benchmark_runs_and_repairs_what_it_says(benchmark: Any) -> None:
+    settings = benchmark.Settings(steps=4, warmup=1, anchors=1, shares=(0.1, 0.5), windows=1)
+    world = random_world(depth=2)
+    take = plan_take("urban", chunks=2, protocol=Protocol.named("chunked", steps=4)).make(world, noise_frames)
+    found = benchmark.study(world, take, settings)
+    assert [r["how"] for r in found] == ["replay", "repair", "repair"]
+    assert [r["share"] for r in found] == pytest.approx([0.0, 0.1, 0.5], abs=0.02)
+    assert all(r["ideal"] >= r["ideal_floor"] > 1 for r in found)
+    assert benchmark.table(found, settings).row_count == 3

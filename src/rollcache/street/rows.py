@@ -14,6 +14,7 @@ Shape letters as in `dit.py`, and M chosen latent frames, k chosen cells of a ca
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,8 +57,9 @@ class StreetRows:
         _follow(ctx, slots)
         chosen = _Chosen.of(tokens, segments, ctx, slots)
         x = hidden.unflatten(1, (len(tokens.frames), -1))  # [B, M, K, C]
-        for block in blocks:
-            x = _run_block(block, x, chosen, slots)  # type: ignore[arg-type]
+        with _precision(blocks[0], ctx):  # type: ignore[arg-type]
+            for block in blocks:
+                x = _run_block(block, x, chosen, slots)  # type: ignore[arg-type]
         return x.flatten(1, 2)
 
 
@@ -243,6 +245,14 @@ def _attend_told(block: Block, x: Tensor, chosen: _Chosen, slots: Slots) -> Tens
 def _context(args: Args, kwargs: Kwargs) -> BlockContext:
     ctx: BlockContext = args[1] if len(args) > 1 else kwargs["ctx"]
     return ctx
+
+
+def _precision(block: Block, ctx: BlockContext) -> AbstractContextManager[Any]:
+    """Autocast as in the pass, which made its rotary tables in the dtype of its products."""
+    products = ctx.rope[0].dtype
+    if products == block.qkv.weight.dtype:
+        return nullcontext()
+    return torch.autocast(ctx.c.device.type, dtype=products)
 
 
 def _committed(ctx: BlockContext) -> Tensor | None:
