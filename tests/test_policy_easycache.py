@@ -69,6 +69,23 @@ def test_a_rollout_equals_a_loop_written_by_hand(config: EasyCache) -> None:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
+class _Overwriting(Denoiser):
+    """A head that writes over what left the stack."""
+
+    def leave(self, h: Tensor, sigma: float) -> Tensor:
+        out = super().leave(h, sigma)
+        h.zero_()
+        return out
+
+
+def test_a_head_that_writes_over_the_output_does_not_change_a_decision() -> None:
+    starts = {"cond": noises(1)}
+    plain, _ = rollout(Denoiser(), starts, CONFIGS[0])
+    found, handle = rollout(_Overwriting(), starts, CONFIGS[0])
+    assert torch.equal(plain["cond"][0], found["cond"][0])
+    assert 0 < handle.stats().skip_rate < 1
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_on_the_street_every_decision_is_what_the_equations_say(config: EasyCache) -> None:
     watch = Watch(config)

@@ -16,9 +16,12 @@ Published for SkyReels-V2 (50 steps): threshold .10 (slow) and .15 (fast), 5 war
 projected timestep embedding, P TeaCache's fit for Wan2.1 (`WAN_1_3B`, `WAN_14B`), which is negative for changes below
 .0043 and is summed as it is, and no limit on how long a residual is reused. `faithful=True` is that. Its signal knows
 the timestep and nothing else: the schedule does not depend on content, so it can be written down in advance. Where P is
-negative a larger threshold may compute more steps. Published for MAGI-1 (64 steps): threshold .01 or .015, e the patch
-embedding of the noisy latent, no P; `signal="hidden"` comes close. There the release reuses the old latent update v dt
-without the present dt; here the head always runs and the loop applies the present dt.
+negative a larger threshold may compute more steps, and on a backbone whose embedding moves by more than .1 a step P is
+far below 0, so that nothing is computed between the warm-up and the last step: such a backbone needs a fit of its own.
+
+Published for MAGI-1 (64 steps): threshold .01 or .015, e the patch embedding of the noisy latent, no P;
+`signal="hidden"` comes close. There the release reuses the old latent update v dt without the present dt; here the head
+always runs and the loop applies the present dt.
 
 The default is the reading that is safe on a backbone without a fit of its own: the modulated input, no polynomial (one
 that is given counts as 0 below 0), and at most `max_age` reused steps in a row. A loop in which several chunks are in
