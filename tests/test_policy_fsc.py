@@ -643,6 +643,14 @@ def test_repairs_need_a_token_layout_and_say_so_at_the_first_pass() -> None:
         Driven(FSC(steps=4), ())(0, 0, x)
     drive = Driven(FSC(steps=4, warmup=1, at=(1,), repairs="none"), ())
     assert [drive(0, step, x).level for step in range(4)] == ["", "anchor", "C0", "C0"]
+    with pytest.raises(RollcacheError, match="FSC needs a hidden state that is one tensor"):
+        Driven(FSC(steps=4), (Segment.contiguous("a", 1, (1, 4, 4), tensor=1),))(0, 0, x)
+
+
+def test_a_table_without_repairs_replays_where_it_names_them() -> None:
+    drive = Driven(FSC(steps=5, warmup=1, at=(1,), repairs="none", table=("C0", "C0", "C2", "Full", "C0")))
+    x = torch.ones(1, LENGTH, WIDTH)
+    assert [drive(0, step, x).level for step in range(5)] == ["", "anchor", "C0", "Full", "C0"]
 
 
 # calibration

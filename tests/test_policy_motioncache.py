@@ -432,6 +432,8 @@ def test_what_the_method_cannot_do_without_is_said_at_the_first_pass() -> None:
     x = torch.ones(1, LENGTH, 2)
     with pytest.raises(RollcacheError, match="this pass has no token layout: give its segments"):
         Driven(MotionCache(), ())(0, x)
+    with pytest.raises(RollcacheError, match="MotionCache needs a hidden state that is one tensor"):
+        Driven(MotionCache(), (Segment.contiguous("a", 1, (1, 4, 4), tensor=1),))(0, x)
     with pytest.raises(RollcacheError, match=r"give steps=, or set protect_last=False"):
         Driven(MotionCache(), steps=None)(0, x)
     Driven(MotionCache.released(), steps=None)(0, x)

@@ -58,10 +58,10 @@ class FSCPolicy(StackPolicy):
         worn = config.max_replays is not None and state.replays >= config.max_replays
         if config.table is not None:
             level = LEVELS.index(config.table[step])
+            level = level if self.repairs or level == FULL else 0
             return self._act(level, config.share(level), Reason.SCHEDULE, nan, nan, state, evidence)
         if config.risk_scale == inf and config.max_age is None:  # nothing can reach a threshold
-            level = self._safeguard(0, worn)
-            reason = Reason.STALE if worn else Reason.STEADY
+            level, reason = (self._safeguard(0), Reason.STALE) if worn else (0, Reason.STEADY)
             return self._act(level, config.share(level), reason, nan, nan, state, evidence)
         risk, low, stale, needed = self._measure(state, step, evidence)
         if not isfinite(risk):
@@ -71,7 +71,7 @@ class FSCPolicy(StackPolicy):
         reason = Reason.DRIFT if level else Reason.STEADY
         share = config.share(level)
         if level < FULL and (worn or stale):
-            reason, level = Reason.STALE, self._safeguard(level, worn or stale > 0)
+            reason, level = Reason.STALE, self._safeguard(level)
             share = max(config.share(level), needed)
             if stale > 0.5 or share >= config.full_above:
                 share = 1.0
@@ -109,6 +109,8 @@ class FSCPolicy(StackPolicy):
                 f"{self.name} repairs tokens camera by camera, and this pass has no token layout: give its segments, "
                 "or set repairs='none'."
             )
+        if any(s.tensor for s in where.segments):
+            raise RollcacheError(f"{self.name} needs a hidden state that is one tensor: use another method here.")
         return Reference(evidence.latent, where.segments)
 
     def _drift(self, state: _State, evidence: StackEvidence) -> Drift:
@@ -137,10 +139,8 @@ class FSCPolicy(StackPolicy):
         stale, needed = (0.0, 0.0) if config.max_age is None else found[-2:]
         return risk, tuple(found[3:7]) if config.low_gate else (), stale, needed
 
-    def _safeguard(self, level: int, wanted: bool) -> int:
-        """The level of a safeguard is at least C2; Full where tokens cannot be repaired."""
-        if not wanted:
-            return level
+    def _safeguard(self, level: int) -> int:
+        """The level of a safeguard is at least C2; Full where tokens are not repaired."""
         return max(level, 2) if self.repairs else FULL
 
     def _act(
@@ -187,7 +187,7 @@ class RiskProbePolicy(FSCPolicy):
 
     def __init__(self, probe: RiskProbe, blocks: int) -> None:
         """What is recorded goes into the probe."""
-        super().__init__(replace(probe.config, repairs="none", max_age=None), blocks)
+        super().__init__(replace(probe.config, repairs="none", max_age=None, low_gate=False), blocks)
         self._risks = probe.risks
 
     def decide(self, cell: Cell, evidence: StackEvidence) -> Decision:  # type: ignore[override]

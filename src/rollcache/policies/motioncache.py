@@ -229,6 +229,8 @@ class MotionCachePolicy(StackPolicy):
                 f"{self.name} compares latent frames camera by camera, and this pass has no token layout: give its "
                 "segments."
             )
+        if any(s.tensor for s in where.segments):
+            raise RollcacheError(f"{self.name} needs a hidden state that is one tensor: use another method here.")
         if config.protect_last and where.steps is None and config.steps is None:
             raise RollcacheError(
                 f"{self.name} keeps the last step of a chunk exact, and the loop does not tell how many there are: "
