@@ -71,9 +71,9 @@ class Lane:
     passes: list[int] = field(default_factory=list)
     latents: list[Tensor] = field(default_factory=list)
 
-    def step(self, action: Tensor) -> None:
-        """Generate the next chunk."""
-        emission = self.session.step(action)
+    def step(self, action: Tensor, plan: Tensor | None = None) -> None:
+        """Generate the next chunk; see `Session.step`."""
+        emission = self.session.step(action, plan)
         self.seconds.append(emission.seconds)
         self.passes.append(emission.passes)
         self.latents.append(emission.latents)
@@ -145,6 +145,7 @@ def race(
     actions: Tensor,
     on_chunk: OnChunk | None = None,
     enough: Callable[[int], bool] | None = None,
+    plans: Sequence[Tensor | None] | None = None,
 ) -> bool:
     """Run all lanes over `actions` [chunks, frames, 2]; who goes first turns every chunk, odd chunks run backwards.
 
@@ -153,6 +154,7 @@ def race(
         actions: one entry per generation step.
         on_chunk: called after every chunk.
         enough: asked after every chunk with the number of finished ones; True ends the race there.
+        plans: what will probably be commanded after each chunk, if the loop knows; see `Session.step`.
 
     Returns:
         False when Ctrl-C ended it early; every lane then holds the same number of finished chunks.
@@ -161,7 +163,7 @@ def race(
     try:
         for n, action in enumerate(actions):
             for lane in turn(lanes, n):
-                lane.step(action)
+                lane.step(action, None if plans is None else plans[n])
             done = n + 1
             if on_chunk is not None:
                 on_chunk(n, lanes)
