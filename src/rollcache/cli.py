@@ -30,6 +30,8 @@ COMMANDS: dict[str, Any] = {
     "profile": Command("rollcache.bench.studies", "Profile", "will caching help? similarity, ceiling, numerical floor"),
     "ablate": Command("rollcache.bench.studies", "Ablate", "X-Cache's switches one by one, beside the paper's figures"),
     "inject": Command("rollcache.bench.studies", "Inject", "is a brake or a steer in the middle of a cycle followed?"),
+    "steps": Command("rollcache.cli_steps", "Steps", "methods across denoising steps at matched speed, on the teacher"),
+    "calibrate": Command("rollcache.cli_calibrate", "Calibrate", "where anchors belong, measured on the teacher"),
     "report": Command("rollcache.bench.commands", "Report", "make report.html again from a result file"),
     "street": {
         "info": Command("rollcache.cli_street", "Info", "what the weights are and how they were made"),
