@@ -22,10 +22,11 @@ from rollcache.adapters.street import ADAPTER
 from rollcache.passes import Cell
 from rollcache.policies.base import StackEvidence
 from rollcache.policies.fsc import FSC, RiskProbe
-from rollcache.policies.risk import low_band
+from rollcache.policies.risk import by_rank, low_band
 from rollcache.street.protocol import Protocol
 from rollcache.street.rig import CELLS
 from rollcache.street.world import Session, Start
+from rollcache.tokens import Tokens
 
 LEVELS = ["C0", "C1", "C2", "C3", "Full"]
 SEGMENTS = (Segment.contiguous("front", 2, (3, 5, 4)), Segment.contiguous("rear", 1, (3, 3, 6), start=120))
@@ -117,6 +118,11 @@ def test_the_low_band_equals_loops_over_any_grid(h: int, w: int, views: int, fra
 def test_a_constant_has_no_high_band() -> None:
     x = torch.full((1, LENGTH, WIDTH), 3.0)
     assert torch.equal(low_band(x, SEGMENTS), x)
+
+
+def test_tokens_of_equal_risk_are_ordered_by_age_and_then_by_position() -> None:
+    risk, age = torch.tensor([1.0, 2.0, 1.0, 1.0, 2.0, inf]), torch.tensor([0.0, 1.0, 3.0, 3.0, 2.0, 0.0])
+    assert by_rank(risk, age).argsort(descending=True).tolist() == [5, 4, 1, 2, 3, 0]
 
 
 # naive reference
@@ -609,6 +615,16 @@ def test_what_the_engine_computes_of_itself_is_an_anchor_unless_it_lacked_room()
     assert drive(0, 3, 2 * x).drift == pytest.approx(0.45)  # still compared with x; constant, so all in the low band
     drive(0, 4, 2 * x, Decision(Action.COMPUTE, Reason.CONDITION))
     assert drive(0, 5, 2 * x).drift == 0
+
+
+def test_the_camera_and_frame_with_most_old_tokens_says_how_many_are_computed() -> None:
+    """One latent frame of three was left out: all of it is too old, so a repair would have to compute all frames."""
+    drive = Driven(FSC(steps=9, warmup=1, at=(1,), max_age=2))
+    x = torch.ones(1, LENGTH, WIDTH)
+    drive(0, 0, x), drive(0, 1, x)
+    drive(0, 2, x, Decision(Action.REPAIR, Reason.DRIFT, tokens=Tokens.whole_frames((0, 1), SEGMENTS), level="C1"))
+    decision = drive(0, 3, x)
+    assert (decision.action, decision.reason, decision.level) == (Action.COMPUTE, Reason.STALE, "Full")
 
 
 def test_the_reference_is_a_copy() -> None:
