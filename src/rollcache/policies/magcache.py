@@ -20,7 +20,7 @@ what lets this file hold no state. Settings that they publish, over 50 steps unl
 | Wan2.1 T2V 1.3B, 480p | .12 | 2 or 4 | .2 | repository |
 | Wan2.1 T2V 14B, 720p | .24 | 6 | .2 | repository |
 | Wan2.1 I2V 14B | .12 / .24 | 4 / 6 | .2 | repository |
-| diffusers, any model | .06, earlier .24 | 3, earlier 5 | .2, earlier .1 | its hook, with 28 steps |
+| diffusers, any model | .06 or .24 | 3 or 5 | .2 or .1 | its hook, by version, with 28 steps |
 
 Ours: the last steps can be kept exact (`tail`), which theirs does not do; `max_error` or `max_skips` of 0 never reuses,
 even where a ratio is exactly 1. Ratios belong to one model, one number of steps and one shift of the schedule:
