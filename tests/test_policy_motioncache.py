@@ -418,6 +418,23 @@ def test_the_last_step_is_exact_and_a_new_chunk_begins_anew() -> None:
         assert [i for i, a in enumerate(actions) if a is Action.COMPUTE] == [0, 1, 29]
 
 
+def test_what_is_kept_of_a_pass_is_a_copy() -> None:
+    """A loop may write the next step into the same tensors."""
+    found = []
+    for reuse in (False, True):
+        drive = Driven(MotionCache(warmup=0, chunk_updates=0, threshold=0.15, vote=False, min_share=0.0))
+        signal, output = torch.ones(1, LENGTH, 2), torch.ones(1, LENGTH, 2)
+        g = torch.Generator().manual_seed(0)
+        for chunk in range(2):
+            for step in range(6):
+                new = 1 + torch.rand(1, LENGTH, 2, generator=g)
+                signal = signal.mul_(1.1) if reuse else signal * 1.1
+                output = output.copy_(new) if reuse else new
+                decision = drive(step, signal, output, chunk)
+                found.append((decision.action, str(decision.share)))
+    assert found[:12] == found[12:] and Action.REPAIR in dict(found)
+
+
 def test_one_host_synchronisation_a_pass() -> None:
     drive = Driven(MotionCache(warmup=3, max_age=None))
     for i, x in enumerate(signals(0.02)):
