@@ -397,10 +397,10 @@ def test_tenths_of_a_score() -> None:
 
 
 def test_the_low_band_is_the_mean_of_each_cell_and_splits_the_energy() -> None:
-    segments = (Segment.contiguous("a", 2, (2, 6, 5)), Segment.contiguous("b", 1, (2, 2, 3), start=120))
-    length = 120 + 12 + 1  # one token of no segment
+    segments = (Segment.contiguous("a", 2, (2, 6, 9)), Segment.contiguous("b", 1, (2, 2, 3), start=216))
+    length = 216 + 12 + 1  # one token of no segment
     cell = cells(segments, length)
-    assert len(set(cell.tolist())) == 2 * 2 * 4 + 2 + 1
+    assert len(set(cell.tolist())) == 2 * 2 * 6 + 2 + 1
     g = torch.Generator().manual_seed(0)
     r = torch.randn(1, length, 3, generator=g, dtype=torch.float64)
     spread_out = torch.zeros_like(r)
@@ -410,8 +410,9 @@ def test_the_low_band_is_the_mean_of_each_cell_and_splits_the_energy() -> None:
     assert float(low_band(r, cell).square().sum()) == pytest.approx(float(spread_out.square().sum()))
     high = r - spread_out
     assert float(spread_out.flatten() @ high.flatten()) == pytest.approx(0, abs=1e-9)
-    first = spread_out[0, :30].view(6, 5, 3)
-    assert torch.equal(first[0, 0], first[3, 3]) and not torch.equal(first[0, 0], first[0, 4])
+    first = spread_out[0, :54].view(6, 9, 3)
+    assert torch.equal(first[0, 0], first[3, 3]) and torch.equal(first[4, 4], first[5, 7])
+    assert len({tuple(row) for row in first.flatten(0, 1).tolist()}) == 6
 
 
 def test_block_errors_equal_those_of_recorded_residuals(window: Window) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import sqrt
 
 import numpy as np
 import torch
@@ -94,6 +95,6 @@ class Drift:
             return 0.0
         if min(found) < 0:
             return float("inf")
-        own = self._products[found, found].sum()
-        total = self._products[np.ix_(found, found)].sum()
-        return float(max(own + shrink * (total - own), 0.0)) ** 0.5
+        own = float(self._products[found, found].sum())
+        total = float(self._products[np.ix_(found, found)].sum())
+        return sqrt(max(own + shrink * (total - own), 0.0))

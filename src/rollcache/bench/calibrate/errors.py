@@ -43,6 +43,12 @@ def predict_errors(seen: Sequence[Seen], sigmas: Sequence[float]) -> Matrix:
     return _pairs(len(seen), error)
 
 
+def by_age(errors: Sequence[Sequence[float]], age: int) -> float:
+    """Mean of e[s - age][s] over the steps s of at least twice that age, for which a prediction has two anchors."""
+    found = [errors[s - age][s] for s in range(2 * age, len(errors))]
+    return sum(found) / len(found) if found else 0.0
+
+
 def mean_matrix(matrices: Sequence[Matrix]) -> Matrix:
     """Entry by entry."""
     return torch.tensor(matrices, dtype=torch.float64).mean(0).tolist()

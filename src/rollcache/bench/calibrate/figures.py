@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ def influence(calibration: Calibration) -> Figure:
         for axes, values, label in zip(
             figure.subplots(1, 2),
             ([c["gain"] for c in clips], damage),
-            ("gain: latent error at the end / after the step", "1 - SSIM per relative error of the stack"),
+            ("latent error at the end / after the step", "1 - SSIM at the end / local error"),
             strict=True,
         ):
             columns = list(zip(*values, strict=True))
@@ -171,12 +172,11 @@ def schedules(calibration: Calibration) -> Figure:
                 anchors = calibration.schedules[name][n]
                 colour = FAMILY_COLOURS.get(name, PALETTE.muted)
                 axes.plot(anchors, [row] * n, "|", color=colour, ms=9, mew=2)
-                axes.text(
-                    calibration.steps - 0.2, row, _fared(calibration, name, n).strip(", "), fontsize=8.5, va="center"
-                )
+                axes.text(calibration.steps, row, _fared(calibration, name, n).strip(", "), fontsize=8.5, va="center")
             axes.set_yticks(range(len(names)), labels=names, fontsize=8.5)
             axes.invert_yaxis()
-            axes.set_xlim(-0.8, calibration.steps + 3)
+            axes.set_xlim(-0.8, 1.07 * calibration.steps)
+            axes.set_xticks(range(0, calibration.steps, max(1, calibration.steps // 10)))
             axes.set_title(f"{n} exact steps")
             quiet(axes, left=False)
         axes.set_xlabel("step")
@@ -194,13 +194,14 @@ def checks(calibration: Calibration) -> Figure:
         real, quality = figure.subplots(1, 2)
         for name in names:
             mine = [r for r in rows if r["how"] == name]
-            pairs = [(r["predicted"], r["latent"]) for r in mine if r["predicted"] is not None]
+            pairs = [(r["predicted"], r["latent"]) for r in mine if r["predicted"] not in (None, inf)]
             if pairs:
                 real.plot(*zip(*pairs, strict=True), "o", ms=5, color=shades[name], label=name)
             means = [fmean(r["psnr"] for r in mine if r["exact"] == n) for n in budgets]
             style = "--" if name == FEWER else "-"
             quality.plot(budgets, means, style, marker="o", ms=4, color=shades[name], label=name)
-        low, high = (f(r["latent"] for r in rows if r["predicted"] is not None) for f in (min, max))
+        both = [v for r in rows if r["predicted"] is not None for v in (r["latent"], r["predicted"]) if 0 < v < inf]
+        low, high = min(both, default=0.1), max(both, default=1.0)
         real.plot((low, high), (low, high), color=PALETTE.muted, lw=0.8, ls="--")
         real.set(xscale="log", yscale="log", xlabel="predicted error of the clean latent", ylabel="real error")
         quality.set(xlabel="exact steps", ylabel="PSNR to full compute, dB")

@@ -2,7 +2,8 @@
 
 `replay` and `weighted` are optima of a cost that adds local errors step by step, as FSC's surrogate does. `drift`
 searches for the least predicted error of the clean latent (`Drift.cost`), moving one anchor at a time from the best of
-the others: the sum over gaps is one of vectors, which dynamic programming cannot take apart.
+the others, and from the budget before with one more: the sum over gaps is one of vectors, which dynamic programming
+cannot take apart.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def proposals(
             "uniform": uniform(steps, n),
             "even in sigma": even_in_sigma(sigmas, n),
         }
-        starts = [here["weighted"], here["replay"], here["even in sigma"]]
+        starts = [min((here["weighted"], here["replay"], here["even in sigma"]), key=drift.cost)]
         if before is not None:
             starts.append(_one_more(before, drift.cost, steps))
         best = min((moved(start, drift.cost, steps) for start in starts), key=drift.cost)

@@ -8,10 +8,12 @@ from statistics import fmean
 from typing import Any
 
 from rollcache.bench.calibrate.checks import FEWER
+from rollcache.bench.calibrate.errors import by_age
 from rollcache.bench.calibrate.figures import figures
 from rollcache.bench.calibrate.result import FILE, Calibration
 from rollcache.bench.report.style import png
 from rollcache.measure import write_atomic
+from rollcache.policies.fsc import FSC
 
 DPI = 110
 
@@ -33,7 +35,8 @@ def write(calibration: Calibration, folder: Path) -> None:
 def report(calibration: Calibration, drawn: Sequence[str]) -> str:
     """The report, which shows the figures in `drawn`."""
     parts = [_head(calibration), _checks(calibration), _surrogate(calibration), _anchors(calibration)]
-    parts += [_reuse(calibration), _risk(calibration), _bands(calibration), _influence(calibration)]
+    parts += [_tables(calibration), _reuse(calibration), _risk(calibration), _bands(calibration)]
+    parts.append(_influence(calibration))
     text = "\n".join(part for part in parts if part) + "\n"
     for name in ("checks", "10b-surrogate", "schedules", "1a-reuse-error", "3-6-risk", "5-bands", "10a-influence"):
         image = f"![{name}]({name}.png)\n" if name in drawn else ""
@@ -130,6 +133,8 @@ def _reuse(c: Calibration) -> str:
         return ""
     middle = found["median"]
     best = min(range(len(middle)), key=lambda i: middle[i])
+    ages = [age for age in (1, 2, 3, 4, 6, 8, 12) if 2 * age < c.steps]
+    lines = [[str(a), f"{by_age(c.replay, a):.4f}", f"{by_age(c.predict, a):.4f}"] for a in ages]
     return "\n".join(
         (
             "## Reuse error by step (FSC, figure 1a)",
@@ -138,6 +143,11 @@ def _reuse(c: Calibration) -> str:
             f"{middle[-1]:.3f} at the last.",
             "",
             "<<1a-reuse-error>>",
+            "What leaves the stack, when the last residual is replayed, and when a line over sigma goes through it and "
+            "one that is twice as old (mean over the steps for which there are two):",
+            "",
+            *_table(["age", "replayed", "predicted"], lines),
+            "",
         )
     )
 
@@ -159,6 +169,23 @@ def _risk(c: Calibration) -> str:
             "<<3-6-risk>>",
         )
     )
+
+
+def _tables(c: Calibration) -> str:
+    lines = []
+    if len(c.risks) >= 4:
+        found = FSC(steps=c.steps).recalibrated(c.risks)
+        lines.append(
+            f"FSC, `FSC(steps={c.steps}).recalibrated(calibration.risks)`: thresholds "
+            f"{', '.join(f'{t:.3f}' for t in found.thresholds)}, at its risk_scale of {found.risk_scale:g}."
+        )
+    if c.magnitude_ratios is not None:
+        low, high = min(c.magnitude_ratios[1:]), max(c.magnitude_ratios[1:])
+        lines.append(
+            f"MagCache, `MagCache(steps={c.steps}, ratios=calibration.magnitude_ratios)`: ratios {low:.3f} to "
+            f"{high:.3f}."
+        )
+    return "\n".join(("## Settings of other methods", "", "\n\n".join(lines), "")) if lines else ""
 
 
 def _bands(c: Calibration) -> str:

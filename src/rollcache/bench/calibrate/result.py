@@ -51,14 +51,15 @@ class Calibration:
         sigmas: noise level of every step [N], 1 at pure noise.
         clips: what was measured, "scenario seed window".
         family: the schedules that `anchors` takes unless told otherwise: the best by runs to the end.
-        schedules: family -> exact steps -> anchors. Families: "replay" (dynamic programming over `replay`), "weighted"
-            (the same weighted by `influence`), "segments" (over the drift of the latent, see `proposals`), "refined"
-            (improved by runs to the end; only some budgets), "uniform", "even in sigma", "dense to sparse".
+        schedules: family -> exact steps -> anchors. Families: "drift" (least predicted error of the clean latent, see
+            `proposals`), "replay" (dynamic programming over `replay`), "weighted" (the same weighted by `influence`),
+            "uniform", "even in sigma", "dense to sparse".
         replay: relative L2 error of the hidden state that leaves the stack, |h_in(s) + r(a) - h(s)| / |h(s)|, mean over
             the clips [N][N].
         predict: the same for a line through r(a') and r(a) over sigma, a' = max(0, 2a - s) [N][N].
-        influence: final damage per unit local error when only step s is replayed, interpolated [N]: "latent" (squared
-            relative error of the final latent) and "ssim" (1 - SSIM of the decoded window).
+        influence: what replaying only step s does to the end, interpolated [N]. "latent": squared relative error of the
+            clean latent per squared local error; "ssim": 1 - SSIM of the decoded window per squared local error;
+            "gain": error of the clean latent per error of the latent right after the step.
         risks: FSC's risk of every step that its default schedule does not compute, pooled over the clips; what
             `FSC.recalibrated` takes. Empty if it was not measured.
         magnitude_ratios: MagCache's ratio of every step [N]; None if it was not measured.

@@ -90,7 +90,9 @@ def calibrate(
     for i in range(plan.clips):
         scenario, seed = SCENARIOS[i % 3], CLIP_SEED + i
         clips += _clips(plan, world, scenario, seed, folder, narrator, made, draw)
+    narrator.begin("schedules", 1)
     findings = summarise(plan.steps, clips)
+    narrator.done("proposed")
     runs: dict[str, dict[str, Run]] = {}
     for i in range(plan.checks):
         scenario, seed = SCENARIOS[2 - i % 3], CHECK_SEED + i
