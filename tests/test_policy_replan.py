@@ -45,11 +45,13 @@ def naive(
         return "keep", []
     if distance <= config.replan_above:
         return "amend", [frame]
-    return "replan", list(range(frame, 4))
+    frames = [f for f in range(4) if f >= frame - config.back]
+    return ("full", [0, 1, 2, 3]) if distance > config.full_above or len(frames) == 4 else ("replan", frames)
 
 
 @given(
-    limits=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    limits=st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1)),
+    back=st.integers(0, 2),
     distance=st.one_of(st.floats(0, 2), st.sampled_from([math.inf, math.nan])),
     frame=st.integers(0, 3),
     replays=st.integers(0, 4),
@@ -59,7 +61,8 @@ def naive(
 )
 @settings(max_examples=300, deadline=None)
 def test_it_decides_as_a_table_written_by_hand(
-    limits: tuple[float, float],
+    limits: tuple[float, float, float],
+    back: int,
     distance: float,
     frame: int,
     replays: int,
@@ -67,7 +70,8 @@ def test_it_decides_as_a_table_written_by_hand(
     kv_update: bool,
     fresh: bool,
 ) -> None:
-    config = Replan(amend_above=min(limits), replan_above=max(limits), max_kept=most)
+    low, middle, high = sorted(limits)
+    config = Replan(amend_above=low, replan_above=middle, full_above=high, back=back, max_kept=most)
     found = ask(config, distance, frame, replays, kv_update=kv_update, fresh_noise=fresh)
     word, frames = naive(config, distance, frame, replays, kv_update, fresh)
     assert (found.level or str(found.action)) == word
@@ -80,7 +84,8 @@ def test_it_decides_as_a_table_written_by_hand(
 @settings(max_examples=100, deadline=None)
 def test_a_larger_tolerance_never_computes_more(distance: float, frame: int, low: float, higher: float) -> None:
     def share(tolerance: float) -> float:
-        found = ask(Replan(amend_above=tolerance, replan_above=tolerance + 0.2), distance, frame)
+        limits = {"amend_above": tolerance, "replan_above": tolerance + 0.2, "full_above": tolerance + 0.4}
+        found = ask(Replan(**limits), distance, frame)  # type: ignore[arg-type]
         return {Action.COMPUTE: 1.0, Action.REPLAY: 0.0}.get(found.action, found.share)
 
     assert share(max(low, higher)) <= share(min(low, higher))
@@ -91,7 +96,9 @@ def test_a_larger_tolerance_never_computes_more(distance: float, frame: int, low
     [
         ({"amend_above": -1}, "amend_above must be at least 0"),
         ({"replan_above": math.nan}, "replan_above must be at least 0"),
-        ({"amend_above": 0.4}, r"replan_above \(0.3\) lies below amend_above \(0.4\)"),
+        ({"amend_above": 0.4}, r"replan_above \(0.05\) lies below the limit before it \(0.4\)"),
+        ({"full_above": 0.01}, r"full_above \(0.01\) lies below"),
+        ({"back": -1}, "back must be an integer"),
         ({"max_kept": -1}, "max_kept must be an integer"),
         ({"repairs": "dense"}, "repairs must be one of 'sparse', 'refresh'"),
         ({"protect": "never"}, "protect must be one of"),
@@ -140,7 +147,8 @@ def test_frames_are_computed_as_decided_and_a_replan_renews_the_plan() -> None:
         )
 
     adapter = Adapter(blocks=lambda m: list(m.blocks), locate=locate)
-    handle = rollcache.enable(model, Replan(repairs="refresh"), adapter=adapter)
+    policy = Replan(replan_above=0.3, full_above=math.inf, back=0, repairs="refresh")
+    handle = rollcache.enable(model, policy, adapter=adapter)
     with torch.no_grad():
         out = [model(torch.full((1, 8, 1), float(n + 1)))[0, ::2, 0].tolist() for n in range(4)]
     assert out[0] == [2, 2, 2, 2]
@@ -178,11 +186,12 @@ def test_zero_tolerances_and_a_replan_at_every_movement_follow_as_full_compute_d
     world, protocol = random_world(), Protocol(steps=2)
     turning = actions(0, 0, 0, 0, 0, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.0)
     full = drive(world, turning, protocol, None)
-    ours = drive(world, turning, protocol, Replan(amend_above=0, replan_above=0, repairs="refresh"))
+    always = Replan(amend_above=0, replan_above=0, full_above=math.inf, repairs="refresh")
+    ours = drive(world, turning, protocol, always)
     levels = [r.level or "compute" for r in drive.trace if r.step == 0]  # type: ignore[attr-defined]
-    first, rest = ["compute", "keep", "keep", "keep"], ["compute", "replan", "keep", "keep"]
+    first, rest = ["compute", "keep", "keep", "keep"], ["compute", "full", "keep", "keep"]
     assert levels == [*first, *rest, *first[:3], "replan"]
-    frozen = drive(world, turning, protocol, Replan(amend_above=1e9, replan_above=1e9, repairs="refresh"))
+    frozen = drive(world, turning, protocol, Replan(amend_above=9, replan_above=9, full_above=9, repairs="refresh"))
     error = [float((a - b).norm() / b.norm()) for a, b in zip(ours, full, strict=True)]
     stale = [float((a - b).norm() / b.norm()) for a, b in zip(frozen, full, strict=True)]
     assert max(error[:5]) < 1e-5
@@ -211,7 +220,7 @@ def test_a_plan_that_comes_true_is_kept_to_its_end() -> None:
     levels = [r.level for r in drive.trace if r.step == 0]  # type: ignore[attr-defined]
     assert levels == ["", "keep", "keep", "keep"] * 2
     drive(world, turning, protocol, Replan(repairs="refresh"))
-    assert {r.level for r in drive.trace} == {"", "replan"}  # type: ignore[attr-defined]
+    assert {r.level for r in drive.trace} == {"", "full"}  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"a plan must be finite numbers \[frames, 2\]"):
         Session(world, start(), protocol).step(turning[0], torch.zeros(3))
     given = Session(world, start(), protocol).step(turning[0], turning[1:].flatten(0, 1)).latents
