@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -24,6 +25,7 @@ from rollcache.bench.steps import ablations, measure, pricing, tables, work
 from rollcache.bench.steps import methods as table
 from rollcache.bench.steps import study as study_module
 from rollcache.bench.steps.clips import Clip, all_clips, chosen
+from rollcache.bench.steps.figures import frontier, spread
 from rollcache.bench.steps.folder import Folder, StudyError
 from rollcache.bench.steps.match import MOST, Knob, Search
 from rollcache.bench.steps.measure import generate
@@ -213,7 +215,8 @@ def test_results_are_made_once_and_a_second_call_makes_none(study: Study, monkey
     results = {r["method"]: r for r in study.folder.results()}
     assert set(results) == set(keys)
     assert results["fewer"]["settings"]["steps"] == 4
-    assert results["uniform"]["decisions"]["words"] == ["C--C--CC"] or results["uniform"]["decisions"]["words"]
+    assert results["uniform"]["decisions"]["words"] == ["C---C--C"]
+    assert results["uniform"]["speed"]["predicted"] == pytest.approx(2.0)
     assert results["collapsed"]["settings"]["policy"]["risk_scale"] == results["fsc"]["knob"]["value"]
     assert results["fewer"]["speed"]["cache_bytes"] == 0 < results["uniform"]["speed"]["cache_bytes"]
     monkeypatch.setattr(work, "evaluate", lambda *_: pytest.fail("ran again"))
@@ -387,6 +390,14 @@ def test_rows_are_means_over_clips_with_wins_of_the_reference() -> None:
     assert tables.routing(rows["tea"]) == "C0 75%, Full 25%"
 
 
+def test_means_are_of_clips_that_all_rows_have() -> None:
+    results = [_result(m, f"urban-{i}", 30.0 + 10 * i) for m in ("fsc", "tea") for i in range(3)]
+    unfinished = [r for r in results if (r["method"], r["clip"]) != ("tea", "urban-2")]
+    assert {r.clips for r in tables.rows(unfinished, "methods", "fsc")} == {("urban-0", "urban-1")}
+    few = [r for r in results if r["method"] == "fsc" or r["clip"] == "urban-0"]
+    assert {len(r.clips) for r in tables.rows(few, "methods", "fsc")} == {1, 3}
+
+
 def test_ablations_are_held_against_the_reference_at_the_nearest_target() -> None:
     results = [_result("fsc", "urban-0", psnr, target=t) for t, psnr in ((2.0, 40.0), (2.6, 30.0))]
     results.append(_result("reactive", "urban-0", 35.0, target=2.035, group="ablations"))
@@ -409,18 +420,37 @@ def test_the_report_is_made_of_the_folder_alone(tmp_path: Path, capsys: pytest.C
         report(folder, Console())
     for target in (2.0, 2.6):
         for clip in ("urban-0", "urban-1"):
-            for method, psnr in (("fsc", 40.0), ("measured", 41.0), ("fewer", 30.0), ("teacache", 29.0)):
+            for method, psnr in (("fsc", 40.0), ("measured", 60.0), ("fewer", 30.0), ("teacache", 29.0)):
                 result = _result(method, clip, psnr - target, target=target)
                 folder.write(f"runs/{clip}/{result['job']}.json", result)
     folder.write("runs/urban-0/tail@2.00.json", _result("tail", "urban-0", 33.0, group="ablations", note="nearest: 2x"))
+    folder.write("runs/urban-1/fsc@2.00.json", _result("fsc", "urban-1", 58.0))  # no ablation ran there
     assert main(["steps", "--out", str(tmp_path), "--report-only"]) == 0
     page = (tmp_path / "report.md").read_text()
     assert page.index("| MEASURED |") < page.index("| FSC |") < page.index("| FEWER |")
     beside = page[page.index("## Ablations") :]
-    assert "| FSC | 2.00x" in beside and "| 40.00 [40.00, 40.00]" not in beside
+    assert "| 38.00 [38.00, 38.00] |" in beside and "| 48.00" not in beside
     assert "TAIL: nearest: 2x." in page and "## At 2.60x" in page
     assert {p.name for p in tmp_path.glob("*.png")} == {"psnr-speed.png", "ssim-speed.png"}
     assert "TEACACHE" in capsys.readouterr().out
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_labels_are_pushed_apart_in_their_order_and_no_further_than_needed(heights: list[float]) -> None:
+    places = sorted(heights, reverse=True)
+    found = spread(places, 0.05, 0.0, 1.0)
+    assert all(a - b >= 0.05 - 1e-9 for a, b in itertools.pairwise(found))
+    assert all(-1e-9 <= y <= 1 + 1e-9 for y in found)
+    if all(a - b >= 0.05 for a, b in itertools.pairwise(places)):
+        assert found == pytest.approx(places)
+
+
+def test_a_method_far_below_all_others_is_named_and_not_drawn() -> None:
+    results = [_result(f"m{i}", "urban-0", 40.0 + i) for i in range(4)] + [_result("wild", "urban-0", 12.0)]
+    figure = frontier(tables.rows(results, "methods", "fsc"), "psnr")
+    (axes,) = figure.axes
+    assert len(axes.lines) == 4
+    assert "not drawn: WILD (12.0 to 12.0 dB)" in axes.get_xlabel()
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollcache.bench.lanes import FULL, open_lane
 from rollcache.bench.steps.folder import Folder, StudyError
+from rollcache.bench.steps.timing import clock
 from rollcache.bench.takes import Draw, Take, plan_take, rendered
 from rollcache.measure import write_atomic
 
@@ -95,7 +96,7 @@ class FullCompute:
     """Full compute on clips, once each: kept in the folder, and its time in this process.
 
     Attributes:
-        seconds: DiT seconds of a window at full compute, the last measured in this process; None before.
+        seconds: of a window at full compute (see `timing.clock`), the last measured in this process; None before.
     """
 
     def __init__(self, world: World, protocol: Protocol, folder: Folder, *, windows: int, draw: Draw) -> None:
@@ -114,19 +115,21 @@ class FullCompute:
                 from safetensors.torch import save
 
                 say("full compute")
-                latents = torch.cat(list(self._run(take, self._windows)))
+                latents = self._run(take, self._windows)
                 write_atomic(path, save({"latents": latents.contiguous().cpu()}))
         if self.seconds is None:
             say("timing full compute")
-            list(self._run(take, 1))
+            self._run(take, 1)
         return Reference(take, latents, self._world.decode(latents))
 
-    def _run(self, take: Take, windows: int) -> Iterator[Tensor]:
+    def _run(self, take: Take, windows: int) -> Tensor:
         lane = open_lane(self._world, take, self._protocol, FULL, reload=lambda _: self._world)
+        now = clock(self._world.device)
+        began = now()
         for action in take.actions[:windows]:
             lane.step(action)
-            yield lane.latents[-1]
-        self.seconds = sum(lane.seconds) / windows
+        self.seconds = (now() - began) / windows
+        return torch.cat(lane.latents)
 
     def _read(self, path: object, clip: Clip) -> Tensor:
         from safetensors import SafetensorError

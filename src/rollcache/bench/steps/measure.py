@@ -14,6 +14,7 @@ from rollcache.bench.lanes import Lane, Plan, open_lane
 from rollcache.bench.steps.clips import Reference
 from rollcache.bench.steps.pricing import Price
 from rollcache.bench.steps.tally import Tally
+from rollcache.bench.steps.timing import clock
 from rollcache.measure import compare, flip, lpips, motion
 
 if TYPE_CHECKING:
@@ -30,15 +31,15 @@ class Run:
 
     Attributes:
         tally: its decisions.
-        seconds: in the transformer.
-        gate_seconds: deciding, storing and adding.
+        seconds: of generating, see `timing.clock`.
+        gate_share: part of the time in the transformer that went into deciding, storing and adding.
         cache_bytes: most that the cache held after a chunk; what a method keeps for its own signal is not in it.
         latents: [F, P, Z].
     """
 
     tally: Tally
     seconds: float
-    gate_seconds: float
+    gate_share: float
     cache_bytes: int
     latents: Tensor
 
@@ -46,15 +47,19 @@ class Run:
 def generate(world: World, take: Take, protocol: Protocol, plan: Plan, windows: int | None = None) -> Run:
     """Run a variant over a take, or its first windows."""
     lane = open_lane(world, take, protocol, plan, reload=lambda _: world)
-    held = 0
+    now = clock(world.device)
+    held, spent = 0, 0.0
     for action in take.actions[:windows]:
+        began = now()
         lane.step(action)
+        spent += now() - began
         if lane.handle is not None:
             held = max(held, lane.handle.stats().bytes_actual)
-    return Run(Tally.of(lane), sum(lane.seconds), _gate(lane), held, torch.cat(lane.latents))
+    return Run(Tally.of(lane), spent, _gate(lane) / sum(lane.seconds), held, torch.cat(lane.latents))
 
 
 def _gate(lane: Lane) -> float:
+    """Seconds of the day that the cache itself took."""
     if lane.handle is None:
         return 0.0
     stats = lane.handle.stats()
@@ -78,7 +83,7 @@ def speed(run: Run, price: Price, steps: int, full_seconds: float) -> dict[str, 
         "ceiling": price.ceiling(run.tally, steps),
         "seconds_per_window": run.seconds / chunks,
         "full_seconds_per_window": full_seconds,
-        "gate_share": run.gate_seconds / run.seconds,
+        "gate_share": run.gate_share,
         "tflops_per_window": flops / chunks / 1e12,
         "flops_share": flops / whole,
         "cache_bytes": run.cache_bytes,

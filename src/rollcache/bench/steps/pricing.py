@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rollcache import StepReuse, adapters
-from rollcache.bench.costs import PassClock
-from rollcache.bench.decisions import Window
 from rollcache.bench.lanes import Lane, Plan, clone, open_lane, race
 from rollcache.bench.steps.tally import Tally
+from rollcache.bench.steps.timing import clock
 from rollcache.decision import Action, Decision, Reason, Record
-from rollcache.measure import Stopwatch, count_flops
+from rollcache.measure import count_flops
 from rollcache.passes import Cell
 from rollcache.policies.base import StackEvidence, StackPolicy
 from rollcache.tokens import Tokens, unfold
@@ -132,18 +131,16 @@ def _seconds(world: World, take: Take, protocol: Protocol, plans: Sequence[Plan]
     home = clone(world)
     lanes = [open_lane(home if p.policy is None else world, take, short, p, reload=lambda _: world) for p in plans]
     watches = [_PassWatch(lane.session.world) for lane in lanes]
-    with PassClock(home) as clock:
-        if not race(lanes, take.actions[:1].expand(ROUNDS, -1, -1)):
-            raise KeyboardInterrupt
-    parts = clock.times(Window.of(ROUNDS, short), lanes[0].seconds)
-    laps = [watch.close() for watch in watches]
-    compute = _fastest(laps[0], "denoise", 0)
-    repairs = [(_share(lane), _fastest(lap, "denoise", 1)) for lane, lap in zip(lanes[2:], laps[2:], strict=True)]
+    if not race(lanes, take.actions[:1].expand(ROUNDS, -1, -1)):
+        raise KeyboardInterrupt
+    passes = [watch.close() for watch in watches]
+    full = passes[0]
+    repairs = [(_share(lane), _fastest(seen, "denoise", 1)) for lane, seen in zip(lanes[2:], passes[2:], strict=True)]
     return Cost(
-        compute=compute,
-        outside=compute * parts.outside / parts.denoise,
-        replay=_fastest(laps[1], "denoise", 1),
-        commit=_fastest(laps[0], "commit", 0),
+        compute=_fastest(full, "denoise", 0),
+        outside=min(p.outside for p in full if p.role == "denoise"),
+        replay=_fastest(passes[1], "denoise", 1),
+        commit=_fastest(full, "commit", 0),
         repair=_rising(repairs),
     )
 
@@ -186,35 +183,52 @@ def _rising(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float],
     return tuple(out[::-1])
 
 
-def _fastest(laps: Sequence[tuple[str, int, float]], role: str, first: int) -> float:
-    return min(s for r, step, s in laps if r == role and step >= first)
+def _fastest(passes: Sequence[_Timed], role: str, first: int) -> float:
+    return min(p.seconds for p in passes if p.role == role and p.step >= first)
+
+
+class _Timed(NamedTuple):
+    """One pass: what it was, its seconds, and those of them outside the blocks."""
+
+    role: str
+    step: int
+    seconds: float
+    outside: float
 
 
 class _PassWatch:
-    """Seconds of every pass of a world's model with its role and step."""
+    """Times every pass of a world's model; the blocks of a pass as one."""
 
     def __init__(self, world: World) -> None:
-        self._watch = Stopwatch(world.device)
-        self._places: list[tuple[str, int]] = []
-        self._open: Any = None
+        self._now = clock(world.device)
+        self._passes: list[_Timed] = []
+        self._began = self._stack = self._blocks = 0.0
+        blocks = list(world.model.blocks)
         self._hooks = [
-            world.model.register_forward_pre_hook(self._enter, with_kwargs=True),
-            world.model.register_forward_hook(self._leave),
+            world.model.register_forward_pre_hook(self._enter),
+            world.model.register_forward_hook(self._leave, with_kwargs=True),
+            blocks[0].register_forward_pre_hook(self._enter_stack),
+            blocks[-1].register_forward_hook(self._leave_stack),
         ]
 
-    def _enter(self, model: object, args: Any, kwargs: Mapping[str, Any]) -> None:
-        self._places.append((kwargs["where"].role, kwargs["where"].step))
-        self._open = self._watch.lap()
-        self._open.__enter__()
+    def _enter(self, *_: object) -> None:
+        self._began = self._now()
 
-    def _leave(self, *_: object) -> None:
-        self._open.__exit__(None, None, None)
+    def _enter_stack(self, *_: object) -> None:
+        self._stack = self._now()
 
-    def close(self) -> list[tuple[str, int, float]]:
+    def _leave_stack(self, *_: object) -> None:
+        self._blocks = self._now() - self._stack
+
+    def _leave(self, model: object, args: Any, kwargs: Mapping[str, Any], output: object) -> None:
+        where, spent = kwargs["where"], self._now() - self._began
+        self._passes.append(_Timed(where.role, where.step, spent, spent - self._blocks))
+
+    def close(self) -> list[_Timed]:
         """Take the hooks away."""
         for hook in self._hooks:
             hook.remove()
-        return [(*place, lap) for place, lap in zip(self._places, self._watch.laps(), strict=True)]
+        return self._passes
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ def report(folder: Folder, console: Console) -> list[Path]:
     shown = tables.columns(distance, "FSC")
     narrow = [c for c in shown if c[0] not in ("TFLOP", "ceiling", "dB to truth", "cache MiB")]
     methods = tables.rows(results, "methods", REFERENCE)
-    ablations = [*_base(results), *tables.rows(results, "ablations", REFERENCE)]
+    ablations = tables.rows(results, "ablations", REFERENCE)
+    ablations = [*_base(results, ablations), *ablations]
     for target in dict.fromkeys(r.target for r in methods):
         console.print(tables.rich_table(f"at {target:.2f}x", tables.ordered(methods, target), narrow))
     if ablations:
@@ -51,14 +52,13 @@ def _figures(path: Path, methods: Sequence[Row]) -> list[Path]:
     return [write_atomic(path / f"{m}-speed.png", png(frontier(methods, m))) for m in ("psnr", "ssim")]
 
 
-def _base(results: Sequence[Result]) -> list[Row]:
+def _base(results: Sequence[Result], ablations: Sequence[Row]) -> list[Row]:
     """FSC at the speed of the ablations, on the clips of the ablations: what they modify."""
-    ablated = [r for r in results if r["group"] == "ablations"]
-    if not ablated:
+    if not ablations:
         return []
-    clips, top = {r["clip"] for r in ablated}, max(r["target"] for r in ablated)
-    beside = [r for r in results if r["method"] == REFERENCE and r["clip"] in clips]
-    return [r for r in tables.rows(beside, "methods", REFERENCE) if abs(r.target - top) < 1e-3]
+    clips, top = {clip for row in ablations for clip in row.clips}, max(row.target for row in ablations)
+    beside = [r for r in results if r["method"] == REFERENCE and r["clip"] in clips and abs(r["target"] - top) < 1e-3]
+    return tables.rows(beside, "methods", REFERENCE)
 
 
 _ROUTING: Column = ("passes", tables.routing)
@@ -120,8 +120,9 @@ def _captions(distance: str) -> list[str]:
         "- predicted: price of full compute / price of the decisions of the run, by the latency model in price.json "
         "(computed, replayed, sparsely repaired and commit passes). This is what was matched, on the development "
         "clips; here it is that of the test clips. It leaves out what a method spends on its own signal.",
-        "- measured: seconds in the transformer of full compute / of the run, median over clips. Full compute is timed "
-        "once for every clip that a process begins with, not beside every run, so this is a check and not a result.",
+        "- measured: seconds of full compute / of the run, median over clips; on one thread of a processor these are "
+        "seconds of that thread. Full compute is timed once in every process and not beside every run, so this is a "
+        "check of the prediction and no result.",
         "- ceiling: the speedup if replays cost nothing but what is outside the blocks, and repairs their share.",
         "- exact steps: steps' worth of tokens that ran through the blocks, a window. TFLOP: executed-token operations "
         "of a window, and their share of full compute.",
@@ -129,6 +130,8 @@ def _captions(distance: str) -> list[str]:
         f"- PSNR, SSIM, {name}, motion: against full compute of the same seed; mean over frames, cameras and clips. "
         "PSNR with the 95 % interval of a seeded bootstrap over clips. Motion: energy of frame differences relative to "
         "full compute.",
+        "- clips: means are over the clips on which every row of its part has a result, unless these are fewer than "
+        "half of all; then the numbers differ, and rows with different numbers cannot be compared.",
         "- dB to truth: PSNR against the rendered frames, which full compute does not reach either.",
         f"- FSC better in ...: clips on which FSC at the same target has the higher PSNR, SSIM and the lower {name}.",
         "- passes: share of the denoise passes by what was done; C0 replays, C1 to C3 repair, Full repairs all, "

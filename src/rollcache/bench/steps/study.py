@@ -159,6 +159,8 @@ def match_all(study: Study, needed: dict[str, list[float]], narrator: Narrator) 
     """
     found: dict[str, dict[float, Match]] = {}
     narrator.begin("matching speeds", len(needed))
+    narrator.stage("what a pass costs")
+    _ = study.price
     for wait in (False, True):
         for key in [k for k in needed if k not in found]:
             with study.folder.lock(f"match-{key}", wait=wait) as mine:

@@ -75,13 +75,27 @@ def rows(results: Iterable[Result], group: str, reference: str) -> list[Row]:
         reference: key of the method that wins are counted for, at the same target or the nearest one.
     """
     everything = list(results)
-    mine = [r for r in everything if r["group"] == group]
+    mine = comparable([r for r in everything if r["group"] == group])
     found = []
     for job in dict.fromkeys(r["job"] for r in sorted(mine, key=lambda r: (r["target"], r["method"]))):
         at = sorted((r for r in mine if r["job"] == job), key=lambda r: r["clip"])
         beside = _nearest([r for r in everything if r["method"] == reference], at[0]["target"])
         found.append(_row(at, None if at[0]["method"] == reference else beside))
     return found
+
+
+def comparable(results: Sequence[Result]) -> list[Result]:
+    """Those on clips that all jobs have a result on, so that means are of the same clips.
+
+    While that would leave less than half of the clips, everything: then the numbers of clips tell rows apart.
+    """
+    clips: dict[str, set[str]] = {}
+    for r in results:
+        clips.setdefault(r["job"], set()).add(r["clip"])
+    if not clips:
+        return []
+    common, seen = set.intersection(*clips.values()), set.union(*clips.values())
+    return [r for r in results if r["clip"] in common] if 2 * len(common) >= len(seen) else list(results)
 
 
 def bootstrap(values: Sequence[float], draws: int = DRAWS, seed: int = SEED) -> tuple[float, float]:
