@@ -146,7 +146,7 @@ def test_a_repair_of_everything_equals_the_full_pass_bit_for_bit() -> None:
 
 def test_sparse_repair_of_a_model_that_cannot_is_refused_and_nothing_is_attached() -> None:
     model = doubling(2)
-    with pytest.raises(RollcacheError, match="backend='refresh'"):
+    with pytest.raises(RollcacheError, match="repairs='refresh'"):
         rollcache.enable(model, Scripted(lambda e: COMPUTE, {"repairs": True}), blocks=list(model.blocks))
     assert all("forward" not in vars(m) for m in model.modules())
 
@@ -196,6 +196,27 @@ def test_blocks_that_write_in_place_and_models_that_change_the_state_between_blo
     moving.between = lambda i, h: h + 1 if i == 1 else h
     with pytest.raises(RollcacheError, match=r"between blocks 0 and 1.*StepReuse cannot be used"):
         run(StepReuse(steps=2, anchors=(0,)), [filled(1, 2)], moving)
+
+
+def test_a_method_sees_what_entered_although_the_first_block_wrote_over_it() -> None:
+    class InPlace(Doubling):
+        def forward(self, h: Tensor, *_: Any) -> Tensor:
+            return h.mul_(2)
+
+    class Watching(ScriptedPolicy):
+        def conclude(self, cell: Cell, decision: Decision, evidence: StackEvidence) -> None:
+            self.heard.append((float(evidence.hidden[0, 0, 0]), float(evidence.modulated[0, 0, 0])))  # type: ignore
+
+    @dataclass(frozen=True)
+    class Config(Scripted):
+        def build(self, blocks: int) -> StackPolicy:
+            policy = Watching(blocks)
+            policy.rule, policy.heard = self.rule, self.heard
+            return policy
+
+    config = Config(lambda e: COMPUTE)
+    run(config, [filled(1, 2, 3), filled(1, 2, 3)], Stack([InPlace(), InPlace()]))
+    assert config.heard[3:] == [(1, 1), (2, 2), (3, 3)]
 
 
 def test_a_change_of_the_number_of_steps_is_told_when_the_next_chunk_begins() -> None:

@@ -738,7 +738,7 @@ def test_an_unknown_preset_is_named() -> None:
 
 def test_sparse_repairs_are_refused_where_no_adapter_can_and_nothing_is_attached() -> None:
     model = Flow()
-    with pytest.raises(RollcacheError, match="use backend='refresh'"):
+    with pytest.raises(RollcacheError, match="set repairs='refresh'"):
         rollcache.enable(model, FSC(steps=20), adapter=FLOW)
     assert "forward" not in vars(model) and "forward" not in vars(model.stack.blocks[0])
     assert FSC(repairs="none").build(3).repairs is False

@@ -479,7 +479,7 @@ def test_settings_that_cannot_be_are_named(wrong: dict[str, Any], message: str) 
 
 def test_sparse_repairs_are_refused_where_no_adapter_can_and_nothing_is_attached() -> None:
     model = Flow()
-    with pytest.raises(RollcacheError, match="use backend='refresh'"):
+    with pytest.raises(RollcacheError, match="set repairs='refresh'"):
         rollcache.enable(model, MotionCache(), adapter=FLOW)
     assert "forward" not in vars(model) and "forward" not in vars(model.stack.blocks[0])
 

@@ -121,7 +121,7 @@ def test_a_loop_that_does_not_say_what_it_emits_is_told() -> None:
 
 def test_a_model_without_sparse_blocks_is_refused_with_the_way_out() -> None:
     model = doubling(2)
-    with pytest.raises(RollcacheError, match="backend='refresh'"):
+    with pytest.raises(RollcacheError, match="repairs='refresh'"):
         rollcache.enable(model, Replan(), blocks=list(model.blocks))
 
 

@@ -179,6 +179,8 @@ class Cache:
         state = engine.rollouts.get(where.rollout)
         if state is None or not state.may_skip(where, engine.weights):
             return None
+        if state.outer is not None and where.fresh_noise:
+            return None  # from other noise comes another result, whatever the passes add
         if [(s.start, s.stop) for s in state.policy.spans] != [(0, engine.depth)]:
             return None
         if state.outer is not None and state.inner is not None:

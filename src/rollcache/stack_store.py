@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -52,6 +54,7 @@ class StackRow:
         self._history = history
         self._free: list[Hidden] = []
         self._kv_bytes = 0
+        self._wanted: set[Any] = set()  # keys of a whole window
 
     @property
     def entries(self) -> list[Past | None]:
@@ -74,7 +77,12 @@ class StackRow:
         return True
 
     def keep_slots(self, slots: Slots) -> None:
-        """Keep the K/V of a computed pass; without room there will be no repairs."""
+        """Keep the K/V of a computed pass; without room there will be no repairs.
+
+        Blocks that another method replayed inside the pass left none: theirs stays what it was.
+        """
+        self._wanted |= slots.keys()
+        slots = {**self.slots, **slots} if slots.keys() < self._wanted else slots
         held = sum(t.nbytes for kv in slots.values() for t in kv)
         if held != self._kv_bytes:
             self._give_back(self._kv_bytes)
@@ -86,7 +94,7 @@ class StackRow:
             self.bytes += held
             self.predicted += held
             self._kv_bytes = held
-        self.slots, self.complete = slots, bool(slots)
+        self.slots, self.complete = slots, bool(slots) and slots.keys() == self._wanted
 
     def total(self, hidden: Hidden, weights: tuple[float, ...]) -> Hidden:
         """`hidden` plus the weighted sum of the stored residuals, the newest first."""

@@ -83,8 +83,10 @@ class StackWalk:
         self.next += 1
         if index == 0:
             self._settle(hidden, args, kwargs)
+            self.evidence = self._evidence(hidden)
             with self.precise:
-                out = self._begin(hidden)
+                self.decision = self._decide()
+            out = self._begin(hidden)
             clock.gate += perf_counter() - began
             if out is not None:
                 self.running = False
@@ -141,9 +143,8 @@ class StackWalk:
         self.precise = torch.autocast(device, enabled=False) if mixed else nullcontext()
 
     def _begin(self, hidden: Hidden) -> Hidden | None:
-        """Decide. Returns what leaves the stack, or None to run the blocks."""
-        self.evidence = self._evidence(hidden)
-        self.decision = decision = self._decide()
+        """Execute the decision. Returns what leaves the stack, or None to run the blocks."""
+        decision = self.decision
         if decision.action is Action.COMPUTE or (decision.action is Action.REPAIR and self.policy.backend == "refresh"):
             self.before = tuple(h.clone() for h in hidden) if self.engine.in_place else hidden
             self.first = Witness(self.before, self.sampler, self.rollout.ordinal <= 0)
@@ -295,6 +296,9 @@ class StackWalk:
     def _show(self, hidden: Hidden, name: str) -> Tensor:
         """What a policy asked to see."""
         adapter, (args, kwargs) = self.engine.adapter, self.block_call
+        if self.before and self.before is not hidden:  # block 0 wrote over what it was called with
+            hidden = self.before
+            args, kwargs = self.io.replaced(hidden, args, kwargs)
         if name == "hidden":
             return hidden[0]
         if name == "latent":
@@ -317,8 +321,8 @@ def check_repairs(policy: StackPolicy, sparse: object, model: object, ranks: boo
     name = type(model).__name__
     if policy.backend == "sparse" and sparse is None:
         raise RollcacheError(
-            f"the adapter of {name} cannot run blocks for chosen tokens: use backend='refresh', which runs all tokens "
-            "and keeps the chosen ones (as exact, but it saves nothing), or a method without repairs."
+            f"the adapter of {name} cannot run blocks for chosen tokens: set repairs='refresh', the backend that runs "
+            "all tokens and keeps the chosen ones (as exact, but it saves nothing), or use a method without repairs."
         )
     if ranks:
         raise RollcacheError("token repair and reduce= do not go together: ranks would need each other's K/V.")

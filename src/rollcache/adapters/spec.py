@@ -57,6 +57,21 @@ class BlockIO:
         hidden, encoder = output if self.returns == "hidden, encoder" else reversed(output)
         return (*_tensors(hidden), *_tensors(encoder))
 
+    def replaced(self, streams: Hidden, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """The arguments of a call with `streams` instead of its own, in the order of `read`."""
+        gated = self.gated(streams)
+        given = _argument(self.hidden, args, kwargs)
+        args, kwargs = list(args), dict(kwargs)  # type: ignore[assignment]
+        values = {self.hidden: gated[0] if isinstance(given, Tensor) else type(given)(gated)}
+        if self.encoder is not None:
+            values[self.encoder] = streams[-1]
+        for (position, name), value in values.items():
+            if position < len(args):
+                args[position] = value  # type: ignore[index]
+            else:
+                kwargs[name] = value
+        return tuple(args), kwargs
+
     def emit(self, streams: Hidden, args: Args, kwargs: Kwargs) -> Any:
         """What a block would return, made of `streams`."""
         given = _argument(self.hidden, args, kwargs)
