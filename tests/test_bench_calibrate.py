@@ -29,11 +29,11 @@ from rollcache.bench.calibrate.checks import Check, Run, key
 from rollcache.bench.calibrate.clips import Clip
 from rollcache.bench.calibrate.drift import SHRINK, Drift, gaps, push_products
 from rollcache.bench.calibrate.errors import predict_errors, replay_errors
-from rollcache.bench.calibrate.influence import interpolated, spread, touch
+from rollcache.bench.calibrate.influence import interpolated, spread, steadied, touch
 from rollcache.bench.calibrate.measure import measure
 from rollcache.bench.calibrate.oracle import Judged
 from rollcache.bench.calibrate.proposals import moved, proposals, random_schedules, surrogate
-from rollcache.bench.calibrate.report import write
+from rollcache.bench.calibrate.report import headlines, write
 from rollcache.bench.calibrate.result import Calibration, CalibrationError
 from rollcache.bench.calibrate.run import Plan, calibrate
 from rollcache.bench.calibrate.splice import Splice
@@ -229,6 +229,12 @@ def test_one_replayed_step_gives_what_a_whole_run_under_the_library_gives(
 def test_influence_is_interpolated_in_the_logarithm_and_flat_outside() -> None:
     row = interpolated((1, 3), (1.0, 100.0), 6)
     assert row == pytest.approx((1, 1, 10, 100, 100, 100))
+
+
+def test_one_outlier_among_gains_is_taken_out_and_what_falls_stays() -> None:
+    assert steadied([7.0, 5.0, 2.0, 3.0, 1.2, 1.0]) == [7.0, 5.0, 3.0, 2.0, 1.2, 1.0]
+    assert steadied([4.0, 3.0, 2.0, 1.0]) == [4.0, 3.0, 2.0, 1.0]
+    assert steadied([4.0, 9.0]) == [4.0, 9.0] and steadied([4.0]) == [4.0]
 
 
 def test_influence_is_measured_at_steps_that_are_spread_in_sigma() -> None:
@@ -485,6 +491,8 @@ def test_the_summary_means_over_clips(clip: Clip) -> None:
     assert len(c.risks) == 2 * len(clip.judged) and c.clips == ("urban 200 0", "other")
     alone = Drift(STEPS, clip.products).error((0, 2, 4, 5))
     assert findings.drift.error((0, 2, 4, 5)) == pytest.approx(2.5**0.5 * alone, rel=1e-6)
+    odd = replace(twice, touches=tuple(replace(t, latent=9 * t.latent) for t in clip.touches))
+    c = summarise(STEPS, [clip, odd, clip]).calibration  # influence is a median
     i = clip.touches[1].step
     assert c.influence["gain"][i] == pytest.approx(clip.touches[1].gain)
     assert c.influence["latent"][i] == pytest.approx((clip.touches[1].latent / clip.touches[1].error) ** 2)
@@ -502,6 +510,17 @@ def test_the_family_is_the_one_that_fares_best_to_the_end(clip: Clip) -> None:
     assert rows["uniform"]["predicted"] == findings.drift.error(wanted["uniform"])
     costs = checked.diagnostics["surrogate"]["4"]["plain"]
     assert checked.diagnostics["surrogate"]["4"]["order"] == sorted(costs, key=costs.get)
+    assert headlines(checked)[0].startswith("4 exact steps: fewer steps 50.00 dB, uniform 30.00 dB, ")
+
+
+def test_agreement_is_the_rank_correlation_of_cost_and_real_error(clip: Clip) -> None:
+    findings = summarise(STEPS, [clip])
+    wanted = {some[4] for some in findings.schedules.values() if 4 in some}
+    right = {key(a): Run(40.0, 0.9, findings.drift.error(a)) for a in wanted} | {key(4): Run(50.0, 0.9, 9.0)}
+    wrong = {k: replace(r, latent=1 - r.latent) for k, r in right.items()}
+    assert findings.checked({"x": right}, (4,)).calibration.diagnostics["agreement"]["predicted"] == pytest.approx(1)
+    both = findings.checked({"x": right, "y": wrong}, (4,)).calibration.diagnostics["agreement"]["predicted"]
+    assert both == pytest.approx(0, abs=1e-9)
 
 
 # Files

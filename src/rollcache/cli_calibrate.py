@@ -43,7 +43,7 @@ class Calibrate:
 
     def run(self) -> int:
         """Run it; returns the exit code, 130 when it was interrupted."""
-        from rollcache.bench.calibrate.report import write
+        from rollcache.bench.calibrate.report import headlines, write
         from rollcache.bench.calibrate.run import Plan, calibrate
         from rollcache.bench.progress import Narrator
         from rollcache.measure import provenance
@@ -75,5 +75,7 @@ class Calibrate:
         known = provenance(self, dtype=world.dtype, device=self.machine.device)
         calibration = replace(findings.calibration, provenance={**known, "made": plan.made(facts)})
         write(calibration, self.out)
+        for line in headlines(calibration):
+            print(line)
         print(f"{self.out / 'report.md'}  {self.out / 'calibration.json'}", file=sys.stderr)
         return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from rollcache.bench.calibrate.association import roc
@@ -70,6 +70,7 @@ def risk(calibration: Calibration) -> Figure:
             )
         scatter.axhline(found["unsafe"], color=PALETTE.third, lw=0.8, ls="--")
         scatter.set(xscale="log", yscale="log", xlabel="risk", ylabel="E, oracle reuse error")
+        scatter.xaxis.set_minor_formatter("")
         scatter.set_title(f"Spearman {_text(found['spearman'])}")
         bar = figure.colorbar(points, ax=scatter, pad=0.02, aspect=24)
         bar.outline.set_visible(False)
@@ -124,8 +125,11 @@ def influence(calibration: Calibration) -> Figure:
         ):
             columns = list(zip(*values, strict=True))
             axes.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns], color=PALETTE.floor, lw=0)
-            axes.plot(steps, [fmean(c) for c in columns], color=PALETTE.cached, marker="o", ms=4, lw=1.6)
+            axes.plot(steps, [median(c) for c in columns], color=PALETTE.cached, marker="o", ms=4, lw=1.6)
             axes.set(yscale="log", ylabel=label)
+            if max(columns[0]) > 0.1:
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter("{x:g}")
             _steps(axes, calibration)
     return figure
 
@@ -190,7 +194,7 @@ def checks(calibration: Calibration) -> Figure:
     shades = dict(zip(names, (*COLOURS, PALETTE.muted, "#b58900", "#2a6fb0"), strict=False))
     budgets = sorted({r["exact"] for r in rows})
     with drawing() as figure_class:
-        figure = figure_class(figsize=(10, 3.9), layout="constrained")
+        figure = figure_class(figsize=(11, 3.9), layout="constrained")
         real, quality = figure.subplots(1, 2)
         for name in names:
             mine = [r for r in rows if r["how"] == name]
@@ -206,7 +210,7 @@ def checks(calibration: Calibration) -> Figure:
         real.set(xscale="log", yscale="log", xlabel="predicted error of the clean latent", ylabel="real error")
         quality.set(xlabel="exact steps", ylabel="PSNR to full compute, dB")
         quality.set_xticks(budgets)
-        quality.legend(fontsize=8.5)
+        figure.legend(*quality.get_legend_handles_labels(), fontsize=8.5, loc="outside right center")
     return figure
 
 

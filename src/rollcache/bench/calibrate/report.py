@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from rollcache.bench.calibrate.checks import FEWER
@@ -114,9 +114,37 @@ def _surrogate(c: Calibration) -> str:
             "",
             *_table(["exact", "schedule", "J", "J weighted", "predicted error"], lines),
             "",
+            *_agreement(c),
             "<<10b-surrogate>>",
         )
     )
+
+
+def _agreement(c: Calibration) -> list[str]:
+    found = c.diagnostics.get("agreement", {})
+    if all(v is None for v in found.values()):
+        return []
+    said = ", ".join(
+        f"{name} {_number(found[key])}"
+        for key, name in (("plain", "J"), ("weighted", "J weighted"), ("predicted", "predicted error"))
+    )
+    return [f"Spearman with the real error, among the schedules of one budget and clip (mean): {said}.", ""]
+
+
+def headlines(c: Calibration) -> list[str]:
+    """The measured order of every budget in one line: by runs to the end, or else by surrogate cost."""
+    rows = c.diagnostics.get("checks", [])
+    lines = []
+    for n, entry in c.diagnostics.get("surrogate", {}).items():
+        here = [r for r in rows if r["exact"] == int(n)]
+        fared = {
+            how: fmean(r["psnr"] for r in here if r["how"] == how) for how in dict.fromkeys(r["how"] for r in here)
+        }
+        ranked = sorted(fared, key=lambda how: -fared[how])
+        by_runs = ", ".join(f"{how} {fared[how]:.2f} dB" for how in ranked)
+        by_cost = ", ".join(f"{name} {entry['plain'][name]:.3f}" for name in entry["order"])
+        lines.append(f"{n} exact steps: {by_runs}" if here else f"{n} exact steps by local errors: {by_cost}")
+    return lines
 
 
 def _anchors(c: Calibration) -> str:
@@ -212,8 +240,8 @@ def _influence(c: Calibration) -> str:
     lines = []
     for i, step in enumerate(found["steps"]):
         clips = found["clips"]
-        gain = fmean(k["gain"][i] for k in clips)
-        harm = fmean(k["damage"][i] / k["error"][i] if k["error"][i] else 0.0 for k in clips)
+        gain = median(k["gain"][i] for k in clips)
+        harm = median(k["damage"][i] / k["error"][i] if k["error"][i] else 0.0 for k in clips)
         lines.append([str(step), f"{c.sigmas[step]:.3f}", f"{gain:.2f}", f"{harm:.2e}"])
     return "\n".join(
         (
@@ -221,8 +249,8 @@ def _influence(c: Calibration) -> str:
             "",
             *_table(["step", "sigma", "gain", "1 - SSIM per local error"], lines),
             "",
-            "The gain is the latent's error at the end over that right after the step. The paper's influence (LPIPS "
-            "per local error) falls 4 to 6 times along the trajectory.",
+            "Medians over the clips. The gain is the latent's error at the end over that right after the step. The "
+            "paper's influence (LPIPS per local error) falls 4 to 6 times along the trajectory.",
             "",
             "<<10a-influence>>",
         )

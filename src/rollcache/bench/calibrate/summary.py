@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,12 @@ class Findings:
         whole = [f for f in found.schedules if all(n in found.schedules[f] for n in budgets)]
         score = {f: fmean(r["psnr"] for r in rows if r["how"] == f) for f in whole} if rows else {}
         family = max(score, key=lambda f: score[f]) if score else found.family
-        more = {"checks": rows, "surrogate": {str(n): self._surrogate(n) for n in budgets}}
+        costs = {n: self._surrogate(n) for n in budgets}
+        more = {
+            "checks": rows,
+            "surrogate": {str(n): c for n, c in costs.items()},
+            "agreement": _agreement(rows, costs),
+        }
         return replace(self, calibration=replace(found, family=family, diagnostics={**found.diagnostics, **more}))
 
     def _surrogate(self, exact: int) -> dict[str, Any]:
@@ -107,13 +112,13 @@ def summarise(steps: int, clips: Sequence[Clip]) -> Findings:
 
 
 def influences(steps: int, clips: Sequence[Clip]) -> dict[str, tuple[float, ...]]:
-    """Means over the clips, interpolated: see `Calibration.influence`."""
+    """Medians over the clips, interpolated: see `Calibration.influence`."""
     at = [t.step for t in clips[0].touches]
     touches = [[c.touches[i] for c in clips] for i in range(len(at))]
     measured = {
-        "gain": [fmean(t.gain for t in some) for some in touches],
-        "latent": [fmean((t.latent / t.error) ** 2 if t.error else 0.0 for t in some) for some in touches],
-        "ssim": [fmean(t.damage / t.error**2 if t.error else 0.0 for t in some) for some in touches],
+        "gain": [median(t.gain for t in some) for some in touches],
+        "latent": [median((t.latent / t.error) ** 2 if t.error else 0.0 for t in some) for some in touches],
+        "ssim": [median(t.damage / t.error**2 if t.error else 0.0 for t in some) for some in touches],
     }
     return {name: interpolated(at, values, steps) for name, values in measured.items()}
 
@@ -175,6 +180,20 @@ def judged(clips: Sequence[Clip]) -> dict[str, Any]:
             for c in clips
         ],
     }
+
+
+def _agreement(rows: Sequence[Mapping[str, Any]], costs: Mapping[int, Mapping[str, Any]]) -> dict[str, float | None]:
+    """Spearman of each cost and the real error among the schedules of one budget and clip, mean over those."""
+    groups = {(r["clip"], r["exact"]) for r in rows}
+    out: dict[str, float | None] = {}
+    for cost in ("plain", "weighted", "predicted"):
+        found = []
+        for clip, n in sorted(groups):
+            mine = [r for r in rows if (r["clip"], r["exact"]) == (clip, n) and r["how"] in costs[n][cost]]
+            found.append(spearman([costs[n][cost][r["how"]] for r in mine], [r["latent"] for r in mine]))
+        known = [f for f in found if f is not None]
+        out[cost] = fmean(known) if known else None
+    return out
 
 
 def _weights(influence: Sequence[float]) -> list[float]:
