@@ -12,6 +12,7 @@ from typing import Any
 
 from rollcache.bench.steps.match import Knob
 from rollcache.bench.steps.methods import Method, Setup, schedule
+from rollcache.policies import schedules
 from rollcache.policies.fsc import FSC
 
 SLOWER = (1.0, 1 / 1.13, 1 / 1.31)  # the latencies at which the paper has its reactive variant
@@ -33,7 +34,7 @@ def methods(setup: Setup) -> list[Method]:
 
 def ablations(setup: Setup) -> list[Method]:
     """All variants that can be made here."""
-    return [*_anchors(setup), *_signal(setup), *_parts(setup), *_measured(setup)]
+    return [*_anchors(setup), *_signal(setup), *_parts(setup), *_placed(setup)]
 
 
 def _anchors(setup: Setup) -> list[Method]:
@@ -111,21 +112,23 @@ def _parts(setup: Setup) -> list[Method]:
     return found
 
 
-def _measured(setup: Setup) -> list[Method]:
-    """Anchors that were measured to be best by some local cost, as many as FSC has, with FSC's repair."""
+def _placed(setup: Setup) -> list[Method]:
+    """As many anchors as FSC has, placed by another rule or by a measured local cost, with FSC's repair."""
     base, calibration = fsc(setup), setup.calibration
-    if calibration is None:
-        return []
     count = len(base.exact)
+    found = {"sigma": ("anchors even in sigma + repair", schedules.even_in_sigma(setup.sigmas, count))}
     labels = {
+        "drift": "anchors by measured drift + repair",
         "replay": "DP anchors, unweighted, + repair",
         "weighted": "DP anchors, influence-weighted, + repair",
-        "refined": "refined anchors + repair",
     }
+    for family, label in labels.items():
+        known = {} if calibration is None else calibration.schedules.get(family, {})
+        if count in known:
+            found[family] = (label, known[count])
     return [
         _follower(f"{name}-repair", label, base, lambda r: r, {"warmup": 1, "at": anchors[1:]})
-        for name, label in labels.items()
-        if (anchors := calibration.schedules.get(name, {}).get(count))
+        for name, (label, anchors) in found.items()
     ]
 
 

@@ -133,7 +133,7 @@ def _captions(distance: str) -> list[str]:
         "- clips: means are over the clips on which every row of its part has a result, unless these are fewer than "
         "half of all; then the numbers differ, and rows with different numbers cannot be compared.",
         "- dB to truth: PSNR against the rendered frames, which full compute does not reach either.",
-        f"- FSC better in ...: clips on which FSC at the same target has the higher PSNR, SSIM and the lower {name}.",
+        f"- FSC wins ...: clips on which FSC at the same target has the higher PSNR, SSIM and the lower {name}.",
         "- passes: share of the denoise passes by what was done; C0 replays, C1 to C3 repair, Full repairs all, "
         "anchors and computed passes are exact.",
     ]

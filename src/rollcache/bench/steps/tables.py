@@ -177,7 +177,7 @@ def columns(distance: str, reference: str) -> list[Column]:
         (distance.upper(), lambda r: number(r.means[distance], 4)),
         ("motion", lambda r: number(r.means["motion"], 3)),
         ("dB to truth", lambda r: number(r.means["psnr_truth"], 2)),
-        (f"{reference} better in PSNR, SSIM, {distance.upper()}", _won),
+        (f"{reference} wins PSNR, SSIM, {distance.upper()}", _won),
         ("clips", lambda r: str(len(r.clips))),
     ]
 
