@@ -367,7 +367,7 @@ def _result(method: str, clip: str, psnr: float, *, target: float = 2.0, group: 
         "target": target,
         "match": {"speedup": target, "note": more.get("note", "")},
         "clip": clip,
-        "decisions": {"shares": {"C0": 0.75, "Full": 0.25}, "exact_steps_per_window": 10.0},
+        "decisions": {"shares": {"C0": 0.75, "Full": 0.25}, "exact_steps_per_window": 10.0, "words": ["C-F-"]},
         "speed": speed,
         "fidelity": fidelity,
     }
@@ -430,6 +430,7 @@ def test_the_report_is_made_of_the_folder_alone(tmp_path: Path, capsys: pytest.C
     assert page.index("| MEASURED |") < page.index("| FSC |") < page.index("| FEWER |")
     beside = page[page.index("## Ablations") :]
     assert "| 38.00 [38.00, 38.00] |" in beside and "| 48.00" not in beside
+    assert "`C-F-`" in page
     assert "TAIL: nearest: 2x." in page and "## At 2.60x" in page
     assert {p.name for p in tmp_path.glob("*.png")} == {"psnr-speed.png", "ssim-speed.png"}
     assert "TEACACHE" in capsys.readouterr().out

@@ -35,7 +35,7 @@ def frontier(rows: Sequence[Row], metric: str) -> Figure:
     psnr = {key: [r.psnr for r in rows if r.key == key] for key in dict.fromkeys(r.key for r in rows)}
     labels = {r.key: r.label for r in rows}
     middle = statistics.median(r.psnr for r in rows)
-    far = [key for key, found in psnr.items() if max(found) < middle - FAR]
+    far = [key for key, found in psnr.items() if key not in COLOURS and max(found) < middle - FAR]
     lines: dict[str, Line] = {
         key: sorted((r.predicted, _value(r, metric)) for r in rows if r.key == key) for key in psnr if key not in far
     }

@@ -33,7 +33,7 @@ def report(folder: Folder, console: Console) -> list[Path]:
     shown = tables.columns(distance, "FSC")
     narrow = [c for c in shown if c[0] not in ("TFLOP", "ceiling", "dB to truth", "cache MiB")]
     methods = tables.rows(results, "methods", REFERENCE)
-    ablations = tables.rows(results, "ablations", REFERENCE)
+    ablations = sorted(tables.rows(results, "ablations", REFERENCE), key=lambda r: -r.psnr)
     ablations = [*_base(results, ablations), *ablations]
     for target in dict.fromkeys(r.target for r in methods):
         console.print(tables.rich_table(f"at {target:.2f}x", tables.ordered(methods, target), narrow))
@@ -90,6 +90,7 @@ def _routing_columns() -> list[Column]:
         ("target", lambda r: f"{r.target:.2f}x"),
         ("predicted", lambda r: f"{r.predicted:.2f}x"),
         _ROUTING,
+        ("first window", lambda r: f"`{r.word}`"),
     ]
 
 
@@ -133,7 +134,9 @@ def _captions(distance: str) -> list[str]:
         "- clips: means are over the clips on which every row of its part has a result, unless these are fewer than "
         "half of all; then the numbers differ, and rows with different numbers cannot be compared.",
         "- dB to truth: PSNR against the rendered frames, which full compute does not reach either.",
-        f"- FSC wins ...: clips on which FSC at the same target has the higher PSNR, SSIM and the lower {name}.",
+        f"- FSC wins ...: clips on which FSC at the same (or the nearest) target has the higher PSNR, SSIM and the lower {name}.",
         "- passes: share of the denoise passes by what was done; C0 replays, C1 to C3 repair, Full repairs all, "
         "anchors and computed passes are exact.",
+        "- first window: one letter a step of the first clip: C computed, - replayed, p predicted, r repaired; of FSC "
+        "1, 2, 3 for its repairs and F for a full one.",
     ]

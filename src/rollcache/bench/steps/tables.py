@@ -42,6 +42,7 @@ class Row:
         interval: 95 % of bootstrap means of it, over clips.
         means: further means over clips by name; None where a metric has no value.
         shares: denoise passes by rung or action.
+        word: those of the first window of the first clip, see `Tally`.
         wins: clips on which the reference has the better PSNR, SSIM and perceptual distance, and clips compared; None
             for the reference itself.
         note: why the speed is not the target.
@@ -62,6 +63,7 @@ class Row:
     interval: tuple[float, float]
     means: Mapping[str, float | None]
     shares: Mapping[str, float]
+    word: str
     wins: tuple[int, int, int, int] | None
     note: str
 
@@ -142,6 +144,7 @@ def _row(at: Sequence[Result], beside: Mapping[str, Result] | None) -> Row:
         interval=bootstrap(psnr),
         means={name: _mean(at, name) for name in ("ssim", "flip", "lpips", "motion", "psnr_truth")},
         shares=shares,
+        word=first["decisions"]["words"][0],
         wins=None if not beside else _wins(at, beside),
         note=first["match"]["note"],
     )
