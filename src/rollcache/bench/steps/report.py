@@ -134,7 +134,8 @@ def _captions(distance: str) -> list[str]:
         "- clips: means are over the clips on which every row of its part has a result, unless these are fewer than "
         "half of all; then the numbers differ, and rows with different numbers cannot be compared.",
         "- dB to truth: PSNR against the rendered frames, which full compute does not reach either.",
-        f"- FSC wins ...: clips on which FSC at the same (or the nearest) target has the higher PSNR, SSIM and the lower {name}.",
+        f"- FSC wins ...: clips on which FSC, at the same target or the nearest, has the higher PSNR and SSIM and the "
+        f"lower {name}.",
         "- passes: share of the denoise passes by what was done; C0 replays, C1 to C3 repair, Full repairs all, "
         "anchors and computed passes are exact.",
         "- first window: one letter a step of the first clip: C computed, - replayed, p predicted, r repaired; of FSC "
