@@ -29,7 +29,7 @@ from rollcache.bench.calibrate.checks import Check, Run, key
 from rollcache.bench.calibrate.clips import Clip
 from rollcache.bench.calibrate.drift import SHRINK, Drift, gaps, push_products
 from rollcache.bench.calibrate.errors import predict_errors, replay_errors
-from rollcache.bench.calibrate.influence import interpolated, spread, steadied, touch
+from rollcache.bench.calibrate.influence import interpolated, spread, touch
 from rollcache.bench.calibrate.measure import measure
 from rollcache.bench.calibrate.oracle import Judged
 from rollcache.bench.calibrate.proposals import moved, proposals, random_schedules, surrogate
@@ -231,12 +231,6 @@ def test_influence_is_interpolated_in_the_logarithm_and_flat_outside() -> None:
     assert row == pytest.approx((1, 1, 10, 100, 100, 100))
 
 
-def test_one_outlier_among_gains_is_taken_out_and_what_falls_stays() -> None:
-    assert steadied([7.0, 5.0, 2.0, 3.0, 1.2, 1.0]) == [7.0, 5.0, 3.0, 2.0, 1.2, 1.0]
-    assert steadied([4.0, 3.0, 2.0, 1.0]) == [4.0, 3.0, 2.0, 1.0]
-    assert steadied([4.0, 9.0]) == [4.0, 9.0] and steadied([4.0]) == [4.0]
-
-
 def test_influence_is_measured_at_steps_that_are_spread_in_sigma() -> None:
     sigmas = Protocol.named("chunked", steps=50).sigmas.tolist()[:-1]
     steps = spread(sigmas, 12)
@@ -259,9 +253,12 @@ def vectors(steps: int, seed: int = 0) -> dict[tuple[int, int], Tensor]:
     }
 
 
+GAIN = (1.0, 3.0, 2.5, 2.0, 1.5, 1.25, 1.0, 0.5)
+
+
 def drift_of(pushes: dict[tuple[int, int], Tensor], steps: int) -> Drift:
-    rows = torch.stack([sum((pushes[a, s] for s in range(a + 1, b)), torch.zeros(6).double()) for a, b in gaps(steps)])
-    return Drift(steps, rows @ rows.T)
+    rows = torch.stack([pushes[a, b - 1] for a, b in gaps(steps)])
+    return Drift(steps, rows @ rows.T, GAIN)
 
 
 @given(data=st.data())
@@ -275,7 +272,7 @@ def test_the_predicted_error_is_the_length_of_the_sum_of_all_pushes(data: st.Dat
         if s in anchors:
             alone, last, gap = alone + float(gap @ gap), s, torch.zeros(6).double()
         else:
-            total, gap = total + pushes[last, s], gap + pushes[last, s]
+            total, gap = total + GAIN[s] * pushes[last, s], gap + GAIN[s] * pushes[last, s]
     alone += float(gap @ gap)
     drift = drift_of(pushes, steps)
     assert drift.error(anchors) == pytest.approx(float(total.norm()), abs=1e-6)
@@ -283,19 +280,19 @@ def test_the_predicted_error_is_the_length_of_the_sum_of_all_pushes(data: st.Dat
 
 
 def test_a_gap_past_the_reach_costs_infinitely_much_and_full_compute_nothing() -> None:
-    drift = Drift(50, torch.eye(len(gaps(50))))
+    drift = Drift(50, torch.eye(len(gaps(50))), [1.0] * 50)
     assert drift.error((0,)) == drift.cost((0,)) == math.inf
     assert drift.error(range(50)) == 0
-    assert drift.error((0, 26)) == pytest.approx(2**0.5)
+    assert drift.error((0, 26)) == pytest.approx((25 + 23) ** 0.5)
     with pytest.raises(ValueError, match="50 steps"):
-        Drift(50, torch.eye(3))
+        Drift(50, torch.eye(3), [1.0] * 50)
 
 
 def test_products_of_pushes_are_those_of_steps_replayed_by_the_library(window: Window, full: Trajectory) -> None:
-    """One replayed step, without any gain: the error right after it, as the engine makes it."""
+    """One replayed step: the error right after it, as the engine makes it."""
     with Splice(window.world.model) as splice:
-        drift = Drift(STEPS, push_products(full, [1.0] * STEPS, splice, window.velocity))
-        doubled = Drift(STEPS, push_products(full, [2.0] * STEPS, splice, window.velocity))
+        products = push_products(full, splice, window.velocity)
+    drift, doubled = (Drift(STEPS, products, [gain] * STEPS) for gain in (1.0, 2.0))
     for step in (1, 4):
         anchors = tuple(s for s in range(STEPS) if s != step)
         after = record(window, StepReuse(steps=STEPS, anchors=anchors)).latents[step + 1]
@@ -489,7 +486,7 @@ def test_the_summary_means_over_clips(clip: Clip) -> None:
     c = findings.calibration
     assert c.replay[0][3] == pytest.approx(2 * clip.replay[0][3], rel=1e-4)
     assert len(c.risks) == 2 * len(clip.judged) and c.clips == ("urban 200 0", "other")
-    alone = Drift(STEPS, clip.products).error((0, 2, 4, 5))
+    alone = Drift(STEPS, clip.products, c.influence["gain"]).error((0, 2, 4, 5))
     assert findings.drift.error((0, 2, 4, 5)) == pytest.approx(2.5**0.5 * alone, rel=1e-6)
     odd = replace(twice, touches=tuple(replace(t, latent=9 * t.latent) for t in clip.touches))
     c = summarise(STEPS, [clip, odd, clip]).calibration  # influence is a median

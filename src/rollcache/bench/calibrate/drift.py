@@ -3,12 +3,12 @@
 On the true trajectory the Euler step at s moves the latent by (sigma_s - sigma_(s+1)) v(s); with the residual of anchor
 a the model says v(a, s) instead. That push is carried to the end by the gain that `influence` measures:
 
-    D(a, s)  = (sigma_s - sigma_(s+1)) (v(s) - v(a, s)) gain(s) / |x_clean|         a vector
-    S(a, b)  = sum of D(a, s) over a < s < b                                        between the anchors a and b
+    D(a, s)  = (sigma_s - sigma_(s+1)) (v(s) - v(a, s)) / |x_clean|                 a vector
+    S(a, b)  = sum of gain(s) D(a, s) over a < s < b                                between the anchors a and b
     predicted error of the clean latent = | sum of S over the gaps of the schedule |
 
 Vectors, because neighbouring replays err in the same direction and add up in full, distant ones only in part: a cost
-that adds local errors step by step cannot know. Only the inner products of the S are kept, which is all that lengths of
+that adds local errors step by step cannot know. Only the inner products of the D are kept, which is all that lengths of
 their sums need, and which can be averaged over clips.
 """
 
@@ -40,25 +40,21 @@ def gaps(steps: int) -> tuple[tuple[int, int], ...]:
     return tuple((a, b) for a in range(steps) for b in range(a + 2, min(a + longest, steps) + 1))
 
 
-def push_products(trajectory: Trajectory, gain: Sequence[float], splice: Splice, velocity: Velocity) -> Tensor:
-    """Inner products of all S(a, b), in the order of `gaps` [M, M].
+def push_products(trajectory: Trajectory, splice: Splice, velocity: Velocity) -> Tensor:
+    """Inner products of all D(a, s), in the order of `gaps` with s = b - 1 [M, M].
 
     Args:
         trajectory: at full compute.
-        gain: of every step [N].
         splice: around the blocks of the model.
         velocity: the model at (latent, step).
     """
     sigmas, size = trajectory.sigmas, trajectory.latents[-1].norm()
-    sums: dict[int, Tensor] = {}
     rows = []
     for a, b in gaps(trajectory.steps):
         s = b - 1
         with splice.adding(trajectory.seen[a].residual):
             wrong = velocity(trajectory.latents[s], s)
-        push = (trajectory.velocity(s) - wrong).flatten().float() * ((sigmas[s] - sigmas[b]) * gain[s] / size)
-        sums[a] = push if b == a + 2 else sums[a] + push
-        rows.append(sums[a].cpu())
+        rows.append(((trajectory.velocity(s) - wrong).flatten().float() * ((sigmas[s] - sigmas[b]) / size)).cpu())
     stacked = torch.stack(rows)
     return stacked @ stacked.T
 
@@ -69,14 +65,22 @@ class Drift:
     Args:
         steps: N.
         products: from `push_products`, of one clip or the mean of several [M, M].
+        gain: of every step [N].
     """
 
-    def __init__(self, steps: int, products: Tensor) -> None:
+    def __init__(self, steps: int, products: Tensor, gain: Sequence[float]) -> None:
         self.steps = steps
-        self._index = {gap: i for i, gap in enumerate(gaps(steps))}
-        if products.shape != (len(self._index), len(self._index)):
+        every = gaps(steps)
+        self._index = {gap: i for i, gap in enumerate(every)}
+        if products.shape != (len(every), len(every)):
             raise ValueError(f"products are {list(products.shape)}, not those of {steps} steps.")
-        self._products = products.double().numpy()
+        weight = np.array([gain[b - 1] for _, b in every])
+        self._products = products.double().numpy() * weight[:, None] * weight
+        for a in range(steps - 1):
+            rows = [i for (first, _), i in self._index.items() if first == a]
+            part = slice(rows[0], rows[-1] + 1)
+            self._products[part] = self._products[part].cumsum(0)
+            self._products[:, part] = self._products[:, part].cumsum(1)
 
     def error(self, anchors: Sequence[int]) -> float:
         """Predicted error of the clean latent, relative to its length (root mean square over the clips).

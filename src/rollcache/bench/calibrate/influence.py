@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, log
-from statistics import median
 
 from torch import Tensor
 
@@ -82,15 +81,6 @@ def spread(sigmas: Sequence[float], count: int) -> tuple[int, ...]:
     last = len(sigmas) - 1
     wanted = [sigmas[1] + (sigmas[last] - sigmas[1]) * i / max(count - 1, 1) for i in range(count)]
     return tuple(sorted({min(range(1, last + 1), key=lambda s, w=w: abs(sigmas[s] - w)) for w in wanted}))  # type: ignore[misc]
-
-
-def steadied(values: Sequence[float]) -> list[float]:
-    """Each value as the median of itself and its neighbours, the ends as they are.
-
-    Now and then one replayed step makes something appear or vanish; that is no property of the step.
-    """
-    inner = [median(values[i - 1 : i + 2]) for i in range(1, len(values) - 1)]
-    return [*values[:1], *inner, *values[1:][-1:]]
 
 
 def interpolated(at: Sequence[int], values: Sequence[float], steps: int) -> tuple[float, ...]:

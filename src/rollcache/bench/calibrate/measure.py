@@ -11,7 +11,7 @@ from rollcache.bench.calibrate.blocks import BlockWatch
 from rollcache.bench.calibrate.clips import Clip
 from rollcache.bench.calibrate.drift import push_products
 from rollcache.bench.calibrate.errors import predict_errors, replay_errors
-from rollcache.bench.calibrate.influence import interpolated, spread, steadied, touch
+from rollcache.bench.calibrate.influence import spread, touch
 from rollcache.bench.calibrate.oracle import judge
 from rollcache.bench.calibrate.splice import Splice
 from rollcache.bench.calibrate.trajectory import Trajectory
@@ -51,8 +51,7 @@ def measure(window: Window, name: str, touches: int, tell: Tell = lambda what: N
             tell(f"step {step} alone")
             found.append(touch(trajectory, step, splice, window.velocity, window.follow, harm))
         tell("replays from every anchor")
-        gain = interpolated([t.step for t in found], steadied([t.gain for t in found]), steps)
-        products = push_products(trajectory, gain, splice, window.velocity)
+        products = push_products(trajectory, splice, window.velocity)
     tell("risk and oracle")
     clip = Clip(
         name=name,

@@ -1,7 +1,7 @@
 """What a calibration found: `calibration.json`, which comparisons read.
 
-    >>> calibration = Calibration.load(Path("calibration.json"))        # doctest: +SKIP
-    >>> StepReuse(steps=calibration.steps, anchors=calibration.anchors(16))  # doctest: +SKIP
+    calibration = Calibration.load(Path("calibration.json"))
+    policy = StepReuse(steps=calibration.steps, anchors=calibration.anchors(16))
 
 Step indices count from 0. Matrices have a row per anchor `a` and a column per step `s`; where `s <= a` they hold 0.
 """

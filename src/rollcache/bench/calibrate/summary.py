@@ -89,7 +89,7 @@ def summarise(steps: int, clips: Sequence[Clip]) -> Findings:
     sigmas = clips[0].sigmas
     replay = mean_matrix([c.replay for c in clips])
     influence = influences(steps, clips)
-    drift = Drift(steps, torch.stack([c.products for c in clips]).mean(0))
+    drift = Drift(steps, torch.stack([c.products for c in clips]).mean(0), influence["gain"])
     calibration = Calibration(
         steps=steps,
         sigmas=sigmas,
@@ -112,7 +112,10 @@ def summarise(steps: int, clips: Sequence[Clip]) -> Findings:
 
 
 def influences(steps: int, clips: Sequence[Clip]) -> dict[str, tuple[float, ...]]:
-    """Medians over the clips, interpolated: see `Calibration.influence`."""
+    """Medians over the clips, interpolated: see `Calibration.influence`.
+
+    Now and then one replayed step makes something appear or vanish; that is no property of the step.
+    """
     at = [t.step for t in clips[0].touches]
     touches = [[c.touches[i] for c in clips] for i in range(len(at))]
     measured = {
