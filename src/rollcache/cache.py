@@ -181,7 +181,7 @@ class Cache:
             return None
         if state.outer is not None and where.fresh_noise:
             return None  # from other noise comes another result, whatever the passes add
-        if [(s.start, s.stop) for s in state.policy.spans] != [(0, engine.depth)]:
+        if engine.spans != (range(engine.depth),) or engine.adapter.first_pass_exact:
             return None
         if state.outer is not None and state.inner is not None:
             return None

@@ -35,6 +35,7 @@ class Reason(StrEnum):
     NOTHING_STORED = "nothing stored"
     NOT_FINITE = "evidence is not finite"
     PROTECTED = "commit protection"
+    REQUIRED = "the model needs this pass computed"
     FIRST_STEP = "first-step protection"
     FRESH_NOISE = "the chunk starts from new noise"
     STALE = "replayed too often in a row"

@@ -121,6 +121,9 @@ class Engine:
     Attributes:
         breaks: blocks before which the model changes the hidden state; runs do not cross them.
         in_place: blocks that write into their input; it is cloned for them.
+        required: blocks that the model needs computed; no span holds them.
+        spans: the blocks that may be replayed, as ranges in block order: those of the policy, without `required`.
+        stack: the blocks that methods of whole passes see as one.
         recycles: a tensor that went into a block was overwritten later in the pass, as blocks with shared buffers do.
         span_at: index of the span that begins at a block.
     """
@@ -145,6 +148,7 @@ class Engine:
         self.blocks = list(adapter.blocks(model))
         self.depth = len(self.blocks)
         _check_blocks(model, self.blocks)
+        self.required = adapter.required(self.blocks)
         self.budget = Budget(memory_budget, strict=reduce is not None)
         self.dtype = storage_dtype
         self.max_rollouts = max_rollouts
@@ -159,7 +163,17 @@ class Engine:
         outer = built.outer if isinstance(built, StackedPolicy) else built
         if isinstance(outer, StackPolicy):
             check_repairs(outer, adapter.sparse, model, reduce is not None)
-        self.span_at = {s.start: i for i, s in enumerate(built.spans)}
+            if self.required and outer.repairs and outer.backend == "sparse":
+                raise RollcacheError("tokens cannot be repaired alone where a block must always be computed for all.")
+        self.spans = tuple(piece for span in built.spans for piece in _pieces(span, self.required))
+        pieces = _pieces(range(self.depth), self.required)
+        if not self.spans or (isinstance(outer, StackPolicy) and len(pieces) != 1):
+            raise RollcacheError(
+                f"{type(policy).__name__} cannot be used with {type(model).__name__}, of whose {self.depth} blocks "
+                f"{sorted(self.required)} must always be computed: use a method that decides block by block."
+            )
+        self.stack = pieces[0]
+        self.span_at = {s.start: i for i, s in enumerate(self.spans)}
         self.rollouts: OrderedDict[Hashable, Rollout] = OrderedDict()
         self._samplers: dict[object, Sampler] = {}
         self._passes = 0
@@ -302,10 +316,16 @@ class Engine:
             self.trace.chunks += 1
             self._tell_if_idle()
         self._passes += 1
-        blocks = None if rollout.inner is None else Walk(self, rollout, where, self._passes)
+        exact = rollout.is_first(where) and self._begins_exact(args, kwargs)
+        blocks = None if rollout.inner is None else Walk(self, rollout, where, self._passes, exact)
         if rollout.outer is None:
             return blocks
-        return StackWalk(self, rollout, rollout.outer, where, (args, kwargs), blocks)
+        return StackWalk(self, rollout, rollout.outer, where, (args, kwargs), blocks, exact)
+
+    def _begins_exact(self, args: Any, kwargs: Any) -> bool:
+        """Whether the first pass of a chunk must be computed."""
+        says = self.adapter.first_pass_exact
+        return says(self.model, args, kwargs) if callable(says) else says
 
     def _tell_if_idle(self) -> None:
         """Once, after a few chunks: nothing is ever replayed, and why."""
@@ -320,6 +340,18 @@ class Engine:
         state = self.rollouts.get(where.rollout)
         if state is not None:
             state.clear("a pass raised an exception")
+
+
+def _pieces(span: range, required: frozenset[int]) -> list[range]:
+    """What is left of consecutive blocks without some of them, as ranges in block order."""
+    pieces: list[range] = []
+    for block in span:
+        if block in required:
+            continue
+        adjoins = bool(pieces) and pieces[-1].stop == block
+        start = pieces.pop().start if adjoins else block
+        pieces.append(range(start, block + 1))
+    return pieces
 
 
 def _identity(p: Tensor) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollcache.adapters import Adapter, BlockIO
+from rollcache.adapters import Adapter, BlockIO, Structure
 from rollcache.cache import Cache, disable, enable, summary
 from rollcache.decision import Action, Decision, Reason, Record, Stats, Trace
 from rollcache.passes import Cell, Condition, Pass, Role, RollcacheError, RollcacheWarning, Segment
@@ -68,6 +68,7 @@ __all__ = [
     "Stacked",
     "Stats",
     "StepReuse",
+    "Structure",
     "TaylorSeer",
     "TeaCache",
     "Tokens",

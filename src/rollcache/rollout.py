@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,7 @@ class Rollout:
         outer: the part of it that decides about whole passes, if there is one.
         rows: residuals of blocks by (branch, step).
         stacks: residuals of the whole stack by (branch, step); by (branch, -1) where they are reused across steps.
+        aux: by (branch, block), what a block last returned beside its hidden state, where that is to be repeated.
         streak: by branch, how many passes in a row were not computed.
         chunk: index of the chunk under way.
         ordinal: chunks begun before this one since the state was last invalidated; -1 until one begins. Nothing is
@@ -56,6 +57,7 @@ class Rollout:
         self.inner: Policy | None = policy.inner if stacked else None if self.outer is not None else policy  # type: ignore[attr-defined]
         self.rows: dict[tuple[str, int], Row] = {}
         self.stacks: dict[tuple[str, int], StackRow] = {}
+        self.aux: dict[tuple[str, int], Any] = {}
         self.streak: dict[str, int] = {}
         self.chunk: int | None = None
         self.ordinal = -1
@@ -97,6 +99,10 @@ class Rollout:
             self._begin(where, weights())
         self._visited.add((where.branch, where.step))
         return begins
+
+    def is_first(self, where: Pass) -> bool:
+        """Whether a pass that was entered is the first of its branch in this chunk."""
+        return [step for branch, step in self._visited if branch == where.branch] == [where.step]
 
     def _begin(self, where: Pass, weights: object) -> None:
         if self.chunk is not None and where.chunk <= self.chunk:
@@ -202,6 +208,7 @@ class Rollout:
             row.drop()
         self.rows.clear()
         self.stacks.clear()
+        self.aux.clear()
         self.streak.clear()
         self._signatures.clear()
         self._schedule = None

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _INVALIDATED = Decision(Action.COMPUTE, Reason.INVALIDATED)
 _WARMUP = Decision(Action.COMPUTE, Reason.WARMUP)
 _PROTECTED = Decision(Action.COMPUTE, Reason.PROTECTED)
+_REQUIRED = Decision(Action.COMPUTE, Reason.REQUIRED)
+_ANCHOR = Decision(Action.COMPUTE, Reason.ANCHOR)
 _NOTHING_STORED = Decision(Action.COMPUTE, Reason.NOTHING_STORED)
 _NOT_FINITE = Decision(Action.COMPUTE, Reason.NOT_FINITE)
 
@@ -46,6 +48,7 @@ class StackWalk:
         where: Pass,
         call: tuple[Args, Kwargs],
         inner: Walk | None,
+        exact: bool,
     ) -> None:
         """Stand before block 0.
 
@@ -56,6 +59,7 @@ class StackWalk:
             where: the pass.
             call: arguments of the model.
             inner: walks the blocks of a computed pass.
+            exact: the pass must be computed.
         """
         self.engine = engine
         self.io = engine.adapter.io
@@ -64,7 +68,9 @@ class StackWalk:
         self.where = where
         self.call = call
         self.inner = inner
-        self.cell = Cell(where.branch, where.step, 0, engine.depth)
+        self.exact = exact
+        self.stack = engine.stack
+        self.cell = Cell(where.branch, where.step, self.stack.start, self.stack.stop)
         self.next = 0
         self.running = True  # the model's blocks are run
         self.witness: Witness | None = None  # of what the blocks hand through
@@ -81,7 +87,9 @@ class StackWalk:
                 f"block {index} was called where block {self.next} was due; each must be called once, in order."
             )
         self.next += 1
-        if index == 0:
+        if index not in self.stack:
+            return self._outside(index, forward, args, kwargs)
+        if index == self.stack.start:
             self._settle(hidden, args, kwargs)
             self.evidence = self._evidence(hidden)
             with self.precise:
@@ -91,7 +99,7 @@ class StackWalk:
             if out is not None:
                 self.running = False
                 self.witness = Witness(out, self.sampler, self.rollout.ordinal <= 0)
-                return self.io.emit(out, args, kwargs)
+                return self.io.emit(out, args, kwargs, self._aux(index, args, kwargs))
         elif not self.running:
             assert self.witness is not None
             if not (self.witness.is_same(hidden) and self.witness.untouched()):
@@ -100,20 +108,41 @@ class StackWalk:
                     f"the model changes the hidden state between blocks {index - 1} and {index}, which are replayed as "
                     f"one: {self.policy.name} cannot be used with this model."
                 )
-            return self.io.emit(hidden, args, kwargs)
+            return self.io.emit(hidden, args, kwargs, self._aux(index, args, kwargs))
         if self.inner is not None and self.decision.action is Action.COMPUTE:
             output = self.inner.block(index, forward, args, kwargs)
         else:
             output = forward(*args, **kwargs)
-        if index == self.engine.depth - 1:
+        self._remember(index, output)
+        if index == self.stack.stop - 1:
             began = perf_counter()
             with self.precise:
                 after = self.io.parse(output)
                 changed = self._end(after)
             clock.gate += perf_counter() - began
             if changed is not None:
-                return self.io.emit(changed, args, kwargs)
+                return self.io.emit(changed, args, kwargs, self.io.aside(output))
         return output
+
+    def _outside(self, index: int, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """A block before or behind the stack that the method sees: the model needs it computed."""
+        if self.inner is not None and (index < self.stack.start or self.decision.action is Action.COMPUTE):
+            return self.inner.block(index, forward, args, kwargs)
+        warming = self.rollout.ordinal < self.policy.warmup_chunks
+        cell = Cell(self.where.branch, self.where.step, index, index + 1)
+        self.engine.trace.note(self.where, cell, _ANCHOR, None, warming)
+        output = forward(*args, **kwargs)
+        self._remember(index, output)
+        return output
+
+    def _remember(self, index: int, output: Any) -> None:
+        """What a block that was run returned beside its hidden state may have to be repeated."""
+        if self.io.aux == "last":
+            self.rollout.aux[self.where.branch, index] = self.io.aside(output)
+
+    def _aux(self, index: int, args: Args, kwargs: Kwargs) -> Any:
+        """What a block that is not run returns beside its hidden state."""
+        return self.io.stand_in(args, kwargs, lambda: self.rollout.aux[self.where.branch, index])
 
     def finish(self) -> None:
         """The model returned."""
@@ -168,6 +197,8 @@ class StackWalk:
             return _INVALIDATED
         if rollout.ordinal < policy.warmup_chunks:
             return _WARMUP
+        if self.exact:
+            return _REQUIRED
         if not self.row.past:
             return _NOTHING_STORED
         if policy.across == "steps" and self.where.conditions:
@@ -216,7 +247,7 @@ class StackWalk:
         aliased = any(a.data_ptr() == b.data_ptr() for a, b in zip(after, self.before, strict=True))
         sound = not aliased and self.first.untouched()
         if not sound:
-            self.engine.in_place.add(0)
+            self.engine.in_place.add(self.stack.start)
         if self.decision.action is Action.REPAIR:
             return self._refresh(after, sound)
         if self.rollout.ordinal >= 0 and sound:
@@ -296,6 +327,7 @@ class StackWalk:
     def _show(self, hidden: Hidden, name: str) -> Tensor:
         """What a policy asked to see."""
         adapter, (args, kwargs) = self.engine.adapter, self.block_call
+        first = self.engine.blocks[self.stack.start]
         if self.before and self.before is not hidden:  # block 0 wrote over what it was called with
             hidden = self.before
             args, kwargs = self.io.replaced(hidden, args, kwargs)
@@ -305,9 +337,9 @@ class StackWalk:
             if adapter.latent is not None:
                 return adapter.latent(self.engine.model, *self.call)
         elif name == "modulated":
-            return hidden[0] if adapter.modulated is None else adapter.modulated(self.engine.blocks[0], args, kwargs)
+            return hidden[0] if adapter.modulated is None else adapter.modulated(first, args, kwargs)
         elif adapter.embedding is not None:
-            return adapter.embedding(self.engine.blocks[0], args, kwargs)
+            return adapter.embedding(first, args, kwargs)
         raise RollcacheError(
             f"{self.policy.name} looks at the {name} of a pass, which the adapter of "
             f"{type(self.engine.model).__name__} does not show: give Adapter({name}=...)."

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _ANCHOR = Decision(Action.COMPUTE, Reason.ANCHOR)
 _WARMUP = Decision(Action.COMPUTE, Reason.WARMUP)
 _INVALIDATED = Decision(Action.COMPUTE, Reason.INVALIDATED)
+_REQUIRED = Decision(Action.COMPUTE, Reason.REQUIRED)
 _NOT_FINITE = Decision(Action.COMPUTE, Reason.NOT_FINITE)
 _NOTHING_STORED = Decision(Action.COMPUTE, Reason.NOTHING_STORED)
 
@@ -61,8 +62,8 @@ class _Open:
 class Walk:
     """The blocks of one denoise pass, in the order in which the model calls them."""
 
-    def __init__(self, engine: Engine, rollout: Rollout, where: Pass, stamp: int) -> None:
-        """Stand before block 0; `stamp` is the serial number of the pass."""
+    def __init__(self, engine: Engine, rollout: Rollout, where: Pass, stamp: int, exact: bool) -> None:
+        """Stand before block 0; `stamp` is the serial number of the pass, which must be computed if it is `exact`."""
         self.engine = engine
         self.io = engine.adapter.io
         self.rollout = rollout
@@ -71,7 +72,8 @@ class Walk:
         self.looks = self.policy.sampling is not None
         self.where = where
         self.stamp = stamp
-        self.cells = tuple(Cell(where.branch, where.step, s.start, s.stop) for s in self.policy.spans)
+        self.exact = exact
+        self.cells = tuple(Cell(where.branch, where.step, s.start, s.stop) for s in engine.spans)
         self.next = 0  # the block that must come next
         self.resume = 0  # blocks before this one belong to a run that was replayed
         self.batch = len(self.cells)  # spans to compare at once
@@ -96,14 +98,20 @@ class Walk:
             replayed = hidden if index < self.resume else self._gate(index, hidden)
         if replayed is not None:
             clock.gate += perf_counter() - began
-            return self.io.emit(replayed, args, kwargs)
+            return self.io.emit(replayed, args, kwargs, self._aux(index, args, kwargs))
         clock.gate += perf_counter() - began
         output = forward(*args, **kwargs)
         began = perf_counter()
+        if self.io.aux == "last":
+            self.rollout.aux[self.where.branch, index] = self.io.aside(output)
         with self.precise:
             self._leave(index, hidden, self.io.parse(output))
         clock.gate += perf_counter() - began
         return output
+
+    def _aux(self, index: int, args: Args, kwargs: Kwargs) -> Any:
+        """What a block that is not run returns beside its hidden state."""
+        return self.io.stand_in(args, kwargs, lambda: self.rollout.aux[self.where.branch, index])
 
     def finish(self) -> None:
         """The model returned."""
@@ -214,6 +222,8 @@ class Walk:
             return _INVALIDATED
         if self.warming:
             return _WARMUP
+        if self.exact:
+            return _REQUIRED
         if entry is None:
             return _NOTHING_STORED
         if not entry.finite:
@@ -234,7 +244,7 @@ class Walk:
     def _will_look(self, span: int) -> bool:
         """Whether the policy will want to see the input of a span. It is pure, so it can be asked ahead."""
         entry = self.row.entries[span]
-        if self.warming or entry is None:
+        if self.warming or self.exact or entry is None:
             return False
         try:
             self._ask(span, entry, _look)

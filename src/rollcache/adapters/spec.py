@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -14,6 +14,9 @@ from rollcache.tokens import Tokens
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
+Aux = Literal["none", "last", "omit"] | Callable[[Args, Kwargs], Any]
+
+_ALONE: Any = object()  # stands for the aux of a block that returned its hidden state alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,22 +25,33 @@ class BlockIO:
 
     The hidden state is a tensor `[B, ..., C]` or a list of them, one per view group. A text or context stream that the
     blocks pass on and change is the *encoder*: it is replayed with the hidden state but not looked at by gates.
+    Anything else that a block returns beside its hidden state is its *aux*: nothing is added to it, and where the block
+    is not run somebody has to say what stands in its place.
 
     Attributes:
         hidden: argument that holds the hidden state: its position, and its keyword for models that call blocks by name.
         encoder: the same for the encoder stream; None if there is none.
-        returns: what comes out.
+        returns: what comes out. With `hidden, aux` a block may also return its hidden state alone.
+        aux: what a block that is not run returns beside its hidden state. `none` is None; `last` what it returned when
+            it was last run in this branch of the rollout (kept as it is, not copied, and not counted as memory);
+            `omit` returns the hidden state alone, where the model takes that as well; a function makes it of the
+            arguments of the call, e.g. passes one of them on.
         in_place: blocks write into their input. Found out by itself in most cases; declaring it is always safe.
     """
 
     hidden: tuple[int, str] = (0, "hidden_states")
     encoder: tuple[int, str] | None = None
-    returns: Literal["hidden", "hidden, encoder", "encoder, hidden"] = "hidden"
+    returns: Literal["hidden", "hidden, encoder", "encoder, hidden", "hidden, aux"] = "hidden"
+    aux: Aux = "none"
     in_place: bool = False
 
     def __post_init__(self) -> None:
-        if (self.encoder is None) != (self.returns == "hidden"):
+        if (self.encoder is None) != ("encoder" not in self.returns):
             raise ValueError(f"returns={self.returns!r} does not go with encoder={self.encoder!r}.")
+        if self.aux != "none" and self.returns != "hidden, aux":
+            raise ValueError(f"aux={self.aux!r} does not go with returns={self.returns!r}.")
+        if not callable(self.aux) and self.aux not in ("none", "last", "omit"):
+            raise ValueError(f"aux must be 'none', 'last', 'omit' or a function, got {self.aux!r}.")
 
     def read(self, args: Args, kwargs: Kwargs) -> Hidden:
         """All streams that a block is called with: the tensors of the hidden state, then the encoder."""
@@ -52,10 +66,22 @@ class BlockIO:
         """All streams that a block returned, in the order of `read`."""
         if self.returns == "hidden":
             return _tensors(output)
+        if self.returns == "hidden, aux":
+            return _tensors(output[0] if _is_pair(output) else output)
         if not isinstance(output, tuple | list) or len(output) != 2:
             raise RollcacheError(f"a block should return ({self.returns}), it returned {_name(output)}.")
         hidden, encoder = output if self.returns == "hidden, encoder" else reversed(output)
         return (*_tensors(hidden), *_tensors(encoder))
+
+    def aside(self, output: Any) -> Any:
+        """What a block returned beside its hidden state, in the form that `emit` takes."""
+        return output[1] if self.returns == "hidden, aux" and _is_pair(output) else _ALONE
+
+    def stand_in(self, args: Args, kwargs: Kwargs, last: Callable[[], Any]) -> Any:
+        """What a block that is not run returns beside its hidden state; `last` gives what it returned when it was."""
+        if callable(self.aux):
+            return self.aux(args, kwargs)
+        return last() if self.aux == "last" else _ALONE if self.aux == "omit" else None
 
     def replaced(self, streams: Hidden, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """The arguments of a call with `streams` instead of its own, in the order of `read`."""
@@ -72,13 +98,15 @@ class BlockIO:
                 kwargs[name] = value
         return tuple(args), kwargs
 
-    def emit(self, streams: Hidden, args: Args, kwargs: Kwargs) -> Any:
-        """What a block would return, made of `streams`."""
+    def emit(self, streams: Hidden, args: Args, kwargs: Kwargs, aux: Any = None) -> Any:
+        """What a block would return, made of `streams`, and of what `aside` or `stand_in` gave."""
         given = _argument(self.hidden, args, kwargs)
         tensors = self.gated(streams)
         hidden = tensors[0] if isinstance(given, Tensor) else type(given)(tensors)
-        if self.returns == "hidden":
+        if self.returns == "hidden" or aux is _ALONE:
             return hidden
+        if self.returns == "hidden, aux":
+            return hidden, aux
         return (hidden, streams[-1]) if self.returns == "hidden, encoder" else (streams[-1], hidden)
 
 
@@ -99,6 +127,10 @@ def _tensors(value: Any) -> Hidden:
     if isinstance(value, list | tuple) and value and all(isinstance(v, Tensor) for v in value):
         return tuple(value)
     raise RollcacheError(f"a hidden state must be a tensor or a list of tensors, got {_name(value)}. See BlockIO.")
+
+
+def _is_pair(output: Any) -> bool:
+    return isinstance(output, tuple) and len(output) == 2
 
 
 def _name(value: Any) -> str:
@@ -161,6 +193,11 @@ class Adapter:
         io: how blocks take and return their hidden state.
         kv_writes: when K/V that later chunks attend to is written. With `every_forward` a replayed block leaves old K/V
             in its slot, so every chunk must end with a `COMMIT` pass; the engine insists on it.
+        always_compute: indices of blocks that no method may leave out, since later blocks need what they do besides
+            adding to the hidden state; -1 is the last. Or a function that names them, given the blocks.
+        first_pass_exact: the first denoise pass of a chunk must be computed, in every branch: blocks move the window of
+            their K/V in it, and those that were left out would stay behind. Or a function of the arguments of
+            `locate` that says so of a chunk, asked at its first pass, e.g. only once the window is full.
         place: what the loop passes to `Cache.replays_chunk` and `Cache.skip_chunk` as a `Pass`, for loops that ask.
         latent: the noisy latent of every token [B, L, Z], from the arguments of the model.
         modulated: what block 0 attends with [B, L, C], from block 0 and its arguments. Default: its bare input.
@@ -172,8 +209,23 @@ class Adapter:
     locate: Callable[[Any, Args, Kwargs], Pass | None]
     io: BlockIO = BlockIO()
     kv_writes: Literal["never", "commit_only", "every_forward", "last_step"] = "commit_only"
+    always_compute: frozenset[int] | Callable[[Sequence[nn.Module]], Collection[int]] = frozenset()
+    first_pass_exact: bool | Callable[[Any, Args, Kwargs], bool] = False
     place: Callable[[Any, Any], Pass] | None = None
     latent: Callable[[Any, Args, Kwargs], Tensor] | None = None
     modulated: Callable[[Any, Args, Kwargs], Tensor] | None = None
     embedding: Callable[[Any, Args, Kwargs], Tensor] | None = None
     sparse: SparseBlocks | None = None
+
+    def required(self, blocks: Sequence[nn.Module]) -> frozenset[int]:
+        """Indices of the blocks that are always computed, all from 0.
+
+        Raises:
+            RollcacheError: there is no such block.
+        """
+        named = self.always_compute(blocks) if callable(self.always_compute) else self.always_compute
+        depth = len(blocks)
+        for index in named:
+            if not -depth <= index < depth:
+                raise RollcacheError(f"always_compute names block {index}, but the model has {depth} blocks.")
+        return frozenset(index % depth for index in named)
