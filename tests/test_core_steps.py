@@ -64,6 +64,7 @@ def test_evenly_spread_noise_levels_are_denser_where_the_shift_thins_them() -> N
         ({"steps": 4, "anchors": (0, 2, 2)}, "rise strictly"),
         ({"steps": 4, "anchors": (0, 4)}, "anchor 4 lies past the last of 4 steps, 3"),
         ({"steps": 0, "anchors": (0,)}, "steps must be an integer of at least 1"),
+        ({"steps": 4, "anchors": (0,), "order": 3}, "order must be 0, 1 or 2, got 3"),
         ({"steps": 4, "anchors": (0, 1.5)}, "an anchor must be an integer"),
     ],
 )
@@ -122,6 +123,36 @@ def test_step_reuse_equals_a_loop_written_by_hand(data: st.DataObject, steps: in
                 naive.append(x + residual)
     for a, b in zip(run(StepReuse(steps=steps, anchors=anchors), inputs, model), naive, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_residuals_on_a_line_or_parabola_over_noise_levels_are_predicted_exactly(order: int) -> None:
+    """A doubling block adds its input, so the input over the noise level is the residual over it."""
+    sigmas = [1.0, 0.9, 0.75, 0.5, 0.2, 0.05]
+    curve = [3 + 2 * s + (order - 1) * 5 * s * s for s in sigmas]
+    model = doubling(1)
+    policy = StepReuse(steps=6, anchors=(0, 1, 2), order=order)
+    handle = rollcache.enable(model, policy, blocks=list(model.blocks))
+    with torch.no_grad(), handle.rollout(), handle.chunk():
+        for sigma, value in zip(sigmas, curve, strict=True):
+            handle.step(time=sigma)
+            assert float(model(torch.full((1, 1, 1), value))) == pytest.approx(2 * value, rel=1e-4)
+    assert [str(r.action) for r in handle.trace] == ["compute"] * 3 + ["predict"] * 3
+    assert f"predicted, the schedule says so, from step 2 (order {order})" in handle.explain(0, 4, 0)
+    assert handle.stats().bytes_actual == 4 * (order + 1)
+
+
+def test_prediction_needs_noise_levels_and_replays_while_one_residual_is_known() -> None:
+    model = doubling(1)
+    handle = rollcache.enable(model, StepReuse(steps=3, anchors=(0, 2), order=1), blocks=list(model.blocks))
+    with torch.no_grad(), handle.rollout(), handle.chunk():
+        for x in (1.0, 2.0, 3.0):
+            handle.step()
+            model(torch.full((1, 1, 1), x))
+    assert [r.action for r in handle.trace] == [Action.COMPUTE, Action.REPLAY, Action.COMPUTE]
+    rollcache.disable(model)
+    with pytest.raises(RollcacheError, match=r"StepReuse\(order=1\) needs the noise level"):
+        run(StepReuse(steps=3, anchors=(0, 1), order=1), [[torch.ones(1, 1, 1)] * 3], model)
 
 
 def test_with_every_step_an_anchor_nothing_changes_by_a_bit() -> None:
@@ -202,3 +233,22 @@ def test_on_the_street_model_commits_stay_exact_and_steps_are_skipped() -> None:
     rollcache.disable(world.model)
     assert all(torch.equal(a, b) for a, b in zip(plain, rollout(), strict=True))
     assert XCache().build(4).across == "chunks"
+
+
+def test_the_multistep_solver_is_exact_where_the_velocity_is_linear_in_time() -> None:
+    """x' = t from t = 1 to 0: the first step is Euler's, the others have no error."""
+    world = random_world()
+    start = Start(torch.randn(8, CELLS, 24, generator=torch.Generator().manual_seed(0)), torch.zeros(8, 4))
+    ends = {}
+    for solver in ("euler", "multistep"):
+        session = Session(world, start, Protocol.named("chunked", steps=4, shift=1.0, solver=solver))
+        session._pass = lambda x, t, *rest, **more: torch.full_like(x, t)  # type: ignore[method-assign]
+        ends[solver] = session._noise() - session._denoise(
+            torch.zeros(4, 4), None, session._where(torch.zeros(4, 4), None)
+        )
+    assert float(ends["euler"].mean()) == pytest.approx(0.25 * (1 + 0.75 + 0.5 + 0.25), abs=1e-5)
+    first, rest = 0.25 * 1, (0.75**2) / 2
+    assert float(ends["multistep"].mean()) == pytest.approx(first + rest, abs=1e-5)
+    assert "multistep" in Protocol(solver="multistep").describe()
+    with pytest.raises(ValueError, match="unknown solver"):
+        Protocol(solver="heun")  # type: ignore[arg-type]

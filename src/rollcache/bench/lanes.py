@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class Plan:
         label: what tables call it.
         policy: a rollcache policy, or None for full compute.
         steps: denoising steps, default those of the protocol.
+        solver: how they are made, default that of the protocol.
         frozen: emit the first window of every cycle without any further pass.
         no_pass: ask the policy once per chunk and emit without any pass when it would replay all of it.
         start_noise: perturb the start by this standard deviation (measures the numerical floor).
@@ -46,6 +47,7 @@ class Plan:
     label: str
     policy: Any = None
     steps: int | None = None
+    solver: Literal["euler", "multistep"] | None = None
     frozen: bool = False
     no_pass: bool = False
     start_noise: float = 0.0
@@ -124,6 +126,8 @@ def open_lane(world: World, take: Take, protocol: Protocol, plan: Plan, *, reloa
         handle = rollcache.enable(world.model, plan.policy)
     if plan.steps is not None:
         protocol = replace(protocol, steps=plan.steps)
+    if plan.solver is not None:
+        protocol = replace(protocol, solver=plan.solver)
     start: Start = take.start.perturbed(plan.start_noise) if plan.start_noise else take.start
     make = OneNoiseSession if plan.one_noise else Session
     session = make(world, start, protocol, seed=take.seed, reuse=_reuse(plan, handle))

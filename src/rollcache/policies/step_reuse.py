@@ -1,7 +1,13 @@
-"""Step reuse: anchors compute, every other denoising step adds what the last anchor's whole stack added.
+"""Step reuse: anchors compute, every other denoising step adds what the stack would have added, as far as known.
 
-The simplest of the methods that work across the steps of a chunk, and the baseline of all of them: no signal, no gate,
-only a schedule. `schedules.py` has the published ones.
+The simplest of the methods that work across the steps of a chunk: no signal, no gate, only a schedule. At order 0 a
+step adds what the last anchor's whole stack added (the baseline of all of them). At order 1 or 2 it adds the value, at
+its own noise level, of the line or parabola through the residuals of the last two or three anchors:
+
+    R(sigma) = sum_i w_i R(sigma_i),   w_i = prod_{j != i} (sigma - sigma_j) / (sigma_i - sigma_j).
+
+Extrapolation over noise levels is SCOPE's and TaylorSeer's idea; that it belongs between anchors which are evenly
+spread over noise levels, and not over step indices, is measured here (docs/steps.md). `schedules.py` has the schedules.
 """
 
 from __future__ import annotations
@@ -11,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollcache.decision import Action, Decision, Reason, Record
-from rollcache.passes import Cell
+from rollcache.passes import Cell, RollcacheError
 from rollcache.policies import schedules
 from rollcache.policies.base import StackEvidence, StackPolicy
+from rollcache.policies.taylorseer import distinct, extrapolation
 from rollcache.settings import check_count
 
 _ANCHOR = Decision(Action.COMPUTE, Reason.SCHEDULE)
@@ -30,15 +37,18 @@ class StepReuse:
     Attributes:
         steps: denoising steps of a chunk (N).
         anchors: the steps that are computed, rising from 0.
+        order: 0 replays the last anchor's residual; 1 and 2 extrapolate the last two or three over noise levels, for
+            which every pass must tell its own (`Pass.time`). So many more residuals are kept.
     """
 
     steps: int
     anchors: tuple[int, ...]
+    order: int = 0
 
     @classmethod
-    def uniform(cls, steps: int, exact: int) -> StepReuse:
+    def uniform(cls, steps: int, exact: int, order: int = 0) -> StepReuse:
         """`exact` of `steps` steps, evenly spread."""
-        return cls(steps=steps, anchors=schedules.uniform(steps, exact))
+        return cls(steps=steps, anchors=schedules.uniform(steps, exact), order=order)
 
     @classmethod
     def dense_to_sparse(cls, steps: int = 50, warmup: int = 6, anchors: int = 10, **changes: Any) -> StepReuse:
@@ -51,12 +61,15 @@ class StepReuse:
         return cls(steps=steps, anchors=schedules.sparse_to_dense(steps, warmup, anchors))
 
     @classmethod
-    def even_in_sigma(cls, sigmas: Sequence[float], exact: int) -> StepReuse:
+    def even_in_sigma(cls, sigmas: Sequence[float], exact: int, order: int = 0) -> StepReuse:
         """`exact` steps evenly spread over the noise levels `sigmas` of a chunk's steps."""
-        return cls(steps=len(sigmas), anchors=schedules.even_in_sigma(sigmas, exact))
+        return cls(steps=len(sigmas), anchors=schedules.even_in_sigma(sigmas, exact), order=order)
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps, 1)
+        check_count("order", self.order)
+        if self.order > 2:
+            raise ValueError(f"order must be 0, 1 or 2, got {self.order}.")
         object.__setattr__(self, "anchors", tuple(self.anchors))
         for anchor in self.anchors:
             check_count("an anchor", anchor)
@@ -75,9 +88,11 @@ class StepReuse:
 
     def explain(self, record: Record) -> str:
         """See `PolicyConfig.explain`."""
-        did = "replayed" if record.action is Action.REPLAY else "computed"
+        did = {Action.REPLAY: "replayed", Action.PREDICT: "predicted"}.get(record.action, "computed")
         last = max((a for a in self.anchors if a <= record.step), default=0)
-        since = f", from step {last}" if record.action is Action.REPLAY else ""
+        since = (
+            "" if record.action is Action.COMPUTE else f", from step {last}{f' ({record.level})' * bool(record.level)}"
+        )
         return (
             f"Chunk {record.chunk}, step {record.step}, whole stack ({record.branch}): {did}, {record.reason}{since}."
         )
@@ -90,8 +105,22 @@ class StepReusePolicy(StackPolicy):
         """Settings, and the depth of the stack."""
         super().__init__(blocks)
         self.steps = config.steps
+        self.history = config.order + 1
         self._exact = frozenset(config.anchors)
 
     def decide(self, cell: Cell, evidence: StackEvidence) -> Decision:  # type: ignore[override]
         """The schedule decides."""
-        return _ANCHOR if cell.step in self._exact else _REPLAY
+        if cell.step in self._exact:
+            return _ANCHOR
+        if len(evidence.stored) == 1:
+            return _REPLAY
+        time, known = evidence.where.time, [s.time for s in evidence.stored]
+        if time is None or None in known:
+            raise RollcacheError(
+                f"StepReuse(order={self.history - 1}) needs the noise level of every pass: step(time=...), or an "
+                "adapter that tells Pass.time."
+            )
+        weights = extrapolation(time, distinct([x for x in known if x is not None]))
+        if len(weights) == 1:
+            return _REPLAY
+        return Decision(Action.PREDICT, Reason.SCHEDULE, weights=weights, level=f"order {len(weights) - 1}")

@@ -64,6 +64,7 @@ class Protocol:
         noise: `per_cycle` keeps one noise tensor for a cycle, `fresh` draws one per generation step, `correlated`
             mixes both with weight `rho` on the shared one.
         rho: see `noise`.
+        solver: `euler`, or `multistep`: the second-order Adams-Bashforth rule over the last two velocities.
         ahead: what a receding window takes the actions to be that are not known yet: `hold` the last one, or
             `extrapolate` its change. A plan given to `Session.step` comes first.
     """
@@ -75,6 +76,7 @@ class Protocol:
     kv_every: int = 4
     noise: Noise = "per_cycle"
     rho: float = 0.8
+    solver: Literal["euler", "multistep"] = "euler"
     ahead: Literal["hold", "extrapolate"] = "hold"
 
     def __post_init__(self) -> None:
@@ -82,6 +84,8 @@ class Protocol:
             raise ValueError(f"unknown protocol kind {self.kind!r}; choose one of {', '.join(KINDS)}.")
         if self.noise not in ("fresh", "per_cycle", "correlated"):
             raise ValueError(f"unknown noise {self.noise!r}; choose fresh, per_cycle or correlated.")
+        if self.solver not in ("euler", "multistep"):
+            raise ValueError(f"unknown solver {self.solver!r}; choose euler or multistep.")
         if self.ahead not in ("hold", "extrapolate"):
             raise ValueError(f"unknown ahead {self.ahead!r}; choose hold or extrapolate.")
         if self.steps < 1 or self.kv_every < 1:
@@ -125,8 +129,10 @@ class Protocol:
         noise = {"per_cycle": "one noise per KV cycle", "fresh": "fresh noise per generation step"}.get(
             self.noise, f"noise correlated with rho={self.rho:g}"
         )
+        solver = "multistep " if self.solver == "multistep" else ""
+        ahead = ", actions ahead extrapolated" if self.ahead == "extrapolate" else ""
         return (
             f"{self.kind}: window of {self.window} latents, {self.latents_per_chunk} emitted per generation step, "
-            f"{self.steps} denoising steps (shift {self.shift:g}), K/V committed every {self.kv_every}, {noise}"
-            + (", actions ahead extrapolated" if self.ahead == "extrapolate" else "")
+            f"{self.steps} denoising {solver}steps (shift {self.shift:g}), K/V committed every {self.kv_every}, {noise}"
+            f"{ahead}"
         )

@@ -293,10 +293,16 @@ class Session:
         return self.chunk % self.protocol.window if self.protocol.kind == "receding" else 0
 
     def _denoise(self, action: Tensor, told: Described | None, where: Where) -> Tensor:
-        """Euler steps from this generation step's noise to a clean window [F, P, Z]."""
+        """Denoising steps from this generation step's noise to a clean window [F, P, Z]."""
         x = self._noise()
+        before: tuple[Tensor, float] | None = None  # the last velocity, and the step that was made with it
         for i, (t, t_next) in enumerate(itertools.pairwise(self._sigmas)):
-            x = x - (t - t_next) * self._pass(x, t, action, told, replace(where, step=i, sigma=t))
+            velocity, step = self._pass(x, t, action, told, replace(where, step=i, sigma=t)), t - t_next
+            if self.protocol.solver == "multistep" and before is not None:
+                x = x - step * (velocity + step / (2 * before[1]) * (velocity - before[0]))
+            else:
+                x = x - step * velocity
+            before = velocity, step
         return x
 
     def _commit(self, window: Tensor, action: Tensor, told: Described | None) -> None:
