@@ -659,7 +659,7 @@ def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, Any], message: str) -
 
 
 def test_the_budgets_that_are_checked_belong_to_the_number_of_steps() -> None:
-    assert Plan().budgets == (16, 20, 25)
+    assert Plan().budgets == (10, 16, 20, 25)
     assert Plan(steps=8).budgets == (4,)
 
 

@@ -33,7 +33,7 @@ class Calibrate:
     touches: int = 12
     """Steps at which the influence of a single replayed step is measured."""
     budgets: tuple[int, ...] = ()
-    """Numbers of exact steps that are run to the end; default 0.32, 0.4 and 0.5 of the steps."""
+    """Numbers of exact steps that are run to the end; default 0.2, 0.32, 0.4 and 0.5 of the steps."""
     machine: FlatMachine = field(default_factory=lambda: Machine(stage="teacher"))
 
     @classmethod

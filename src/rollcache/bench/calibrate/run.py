@@ -21,7 +21,7 @@ from rollcache.street.world import World
 
 SCENARIOS = ("urban", "highway", "u-turn")
 CLIP_SEED, CHECK_SEED = 200, 250  # comparisons use seeds below 200
-SHARES = (0.32, 0.4, 0.5)  # of N: the budgets that are checked
+SHARES = (0.2, 0.32, 0.4, 0.5)  # of N: the budgets that are checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Plan:
         checks: further drives on which schedules are run to the end.
         windows: windows of every drive.
         touches: steps at which influence is measured.
-        budgets: numbers of exact steps that are checked; none: 0.32, 0.4 and 0.5 of the steps.
+        budgets: numbers of exact steps that are checked; none: 0.2, 0.32, 0.4 and 0.5 of the steps.
     """
 
     steps: int = 50
