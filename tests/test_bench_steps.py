@@ -237,9 +237,9 @@ def test_two_targets_with_one_nearest_setting_are_run_once(study: Study, monkeyp
     asked = []
     real = measure.evaluate
     monkeypatch.setattr(work, "evaluate", lambda *a: asked.append(a[3]) or real(*a))
-    assert _run(study, ("taylorseer",), (2.0, 2.05)) == 2
+    assert _run(study, ("taylorseer",), (2.0, 2.02)) == 2
     assert len(asked) == 1
-    assert {r["target"] for r in study.folder.results()} == {2.0, 2.05}
+    assert {r["target"] for r in study.folder.results()} == {2.0, 2.02}
 
 
 def test_ctrl_c_keeps_what_is_finished_and_the_next_call_does_the_rest(
@@ -294,6 +294,15 @@ def test_a_schedule_decides_the_same_on_the_small_model(study: Study) -> None:
         plan = method.plan(float(method.knob.values[-2]) if method.knob.values else 1.0)
         words = [generate(w, take, PROTOCOL, plan).tally.words for w in (study.world, study.small)]
         assert words[0] == words[1]
+
+
+def test_taylorseer_computes_as_many_steps_as_it_is_given(world: World) -> None:
+    take = CLIP.take(world, PROTOCOL, 1, noise_frames)
+    for exact in range(1, STEPS + 1):
+        policy = table.taylorseer(STEPS, exact, 1)
+        run = generate(world, take, PROTOCOL, Plan(key="t", label="t", policy=policy))
+        assert run.tally.computed == exact
+    assert table.taylorseer(50, 26, 3).interval == 2 and table.taylorseer(50, 18, 3).interval == 3
 
 
 def test_every_method_and_ablation_runs_at_any_number_of_steps(world: World) -> None:
