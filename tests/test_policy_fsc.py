@@ -452,6 +452,25 @@ def test_on_the_street_model_repairs_are_closer_to_the_truth_than_replays() -> N
     assert handle.stats().repaired > 0 and 0 < handle.stats().skip_rate < bare.stats().skip_rate
 
 
+def test_c0_may_predict_as_step_reuse_does_until_tokens_are_repaired() -> None:
+    """Without repairs it is step reuse of the same order; after a repair the newest residual is replayed as it is."""
+    config = FSC.anchors_only(20, order=1)
+    ours, handle = street(config)
+    same, other = street(rollcache.StepReuse(steps=20, anchors=config.exact, order=1))
+    assert all(torch.equal(a, b) for a, b in zip(ours, same, strict=True))
+    assert handle.stats().skip_rate == other.stats().skip_rate > 0
+    assert Action.PREDICT in {r.action for r in handle.trace}
+    _, handle = street(FSC(steps=20, repairs="refresh", risk_scale=0.8, order=1), chunks=1)
+    repaired = False
+    for record in handle.trace:
+        repaired = record.action is Action.REPAIR or (repaired and record.action is not Action.COMPUTE)
+        if record.level == "C0" and record.step > 1:
+            assert record.action is (Action.REPLAY if repaired else Action.PREDICT)
+    assert handle.stats().repaired
+    with pytest.raises(ValueError, match="order must be 0, 1 or 2, got 3"):
+        FSC(order=3)
+
+
 @pytest.mark.skipif(ADAPTER.sparse is None, reason="the street adapter cannot repair sparsely yet")
 def test_sparse_repairs_stay_close_to_refreshed_ones() -> None:
     """K/V of unchosen tokens are those of an earlier pass, so outputs differ a little, and then decisions may."""

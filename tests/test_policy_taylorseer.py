@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from rollcache import Action, Cell, Pass, Reason, Role, RollcacheError
 from rollcache.decision import Record
 from rollcache.policies.base import StackEvidence, Stored
-from rollcache.policies.taylorseer import TaylorSeer, distinct, extrapolation
+from rollcache.policies.extrapolation import distinct, extrapolation
+from rollcache.policies.taylorseer import TaylorSeer
 
 
 class Naive(Rule):

@@ -68,6 +68,8 @@ class FSC:
         coupled: ablation: no anchors after the warm-up; Full replaces X_ref.
         repairs: `sparse` runs chosen tokens alone; `refresh` runs all and keeps the chosen ones; `none` replays where
             the level is C1 to C3.
+        order: what C0 adds. 0 is theirs, the residual of the last computed step; 1 and 2 extrapolate those of the last
+            two or three over noise levels, until tokens are repaired. Ours.
         table: ablation: the level of every step, by name, in place of the risk. Those of anchors are not read.
     """
 
@@ -97,6 +99,7 @@ class FSC:
     collapsed: bool = False
     coupled: bool = False
     repairs: Literal["sparse", "refresh", "none"] = "sparse"
+    order: int = 0
     table: tuple[str, ...] | None = None
 
     @classmethod
@@ -182,6 +185,9 @@ class FSC:
         check_choice("phase", self.phase, Literal["none", "late_relax"])
         check_choice("repairs", self.repairs, Literal["sparse", "refresh", "none"])
         check_count("age_horizon", self.age_horizon, 1)
+        check_count("order", self.order)
+        if self.order > 2:
+            raise ValueError(f"order must be 0, 1 or 2, got {self.order}.")
         for name in ("max_age", "max_replays"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), 1)

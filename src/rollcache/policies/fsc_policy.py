@@ -12,6 +12,7 @@ from torch import Tensor
 from rollcache.decision import Action, Decision, Reason
 from rollcache.passes import Cell, RollcacheError
 from rollcache.policies.base import StackEvidence, StackPolicy
+from rollcache.policies.extrapolation import over_levels
 from rollcache.policies.risk import Drift, Reference, by_rank
 from rollcache.tokens import Tokens, unfold
 
@@ -27,12 +28,14 @@ _ANCHOR = Decision(Action.COMPUTE, Reason.SCHEDULE, level="anchor")
 class _State:
     """What FSC remembers of one branch.
 
-    `age` [L]: steps since a token was computed, as of the last pass. `replays`: C0 in a row.
+    `age` [L]: steps since a token was computed, as of the last pass. `replays`: C0 in a row. `repaired`: tokens were
+    repaired since the last computed step, so that the newest residual belongs to no single noise level.
     """
 
     reference: Reference
     age: Tensor
     replays: int = 0
+    repaired: bool = False
 
 
 class FSCPolicy(StackPolicy):
@@ -43,6 +46,7 @@ class FSCPolicy(StackPolicy):
         super().__init__(blocks)
         self.config = config
         self.steps = config.steps
+        self.history = config.order + 1
         self.repairs = config.repairs != "none"
         if config.repairs != "none":
             self.backend = config.repairs
@@ -85,11 +89,11 @@ class FSCPolicy(StackPolicy):
             age = torch.zeros(reference.latent.shape[1], device=reference.latent.device)
             self._states[cell.branch] = _State(reference, age)
         elif decision.action is Action.COMPUTE:
-            state.age, state.replays = torch.zeros_like(state.age), 0
+            state.age, state.replays, state.repaired = torch.zeros_like(state.age), 0, False
         elif decision.action is Action.REPAIR:
             assert decision.tokens is not None
             rows = decision.tokens.rows(evidence.where.segments, state.age.device)
-            state.age, state.replays = (state.age + 1).index_fill(0, rows, 0), 0
+            state.age, state.replays, state.repaired = (state.age + 1).index_fill(0, rows, 0), 0, True
         else:
             state.age, state.replays = state.age + 1, state.replays + 1
 
@@ -158,7 +162,9 @@ class FSCPolicy(StackPolicy):
         if share >= 1:
             return Decision(Action.COMPUTE, reason, drift=risk, limit=limit, level="Full")
         if level == 0:
-            return Decision(Action.REPLAY, reason, drift=risk, limit=limit, level=name)
+            weights = (1.0,) if state.repaired else over_levels(f"FSC(order={self.config.order})", evidence)
+            action = Action.PREDICT if len(weights) > 1 else Action.REPLAY
+            return Decision(action, reason, drift=risk, limit=limit, weights=weights, level=name)
         segments = evidence.where.segments
         tokens = Tokens.top(unfold(self._score(state, evidence), segments), share)
         return Decision(

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollcache.decision import Action, Decision, Reason, Record
-from rollcache.passes import Cell, RollcacheError
+from rollcache.passes import Cell
 from rollcache.policies import schedules
 from rollcache.policies.base import StackEvidence, StackPolicy
-from rollcache.policies.taylorseer import distinct, extrapolation
+from rollcache.policies.extrapolation import over_levels
 from rollcache.settings import check_count
 
 _ANCHOR = Decision(Action.COMPUTE, Reason.SCHEDULE)
@@ -112,15 +112,7 @@ class StepReusePolicy(StackPolicy):
         """The schedule decides."""
         if cell.step in self._exact:
             return _ANCHOR
-        if len(evidence.stored) == 1:
-            return _REPLAY
-        time, known = evidence.where.time, [s.time for s in evidence.stored]
-        if time is None or None in known:
-            raise RollcacheError(
-                f"StepReuse(order={self.history - 1}) needs the noise level of every pass: step(time=...), or an "
-                "adapter that tells Pass.time."
-            )
-        weights = extrapolation(time, distinct([x for x in known if x is not None]))
+        weights = over_levels(f"StepReuse(order={self.history - 1})", evidence)
         if len(weights) == 1:
             return _REPLAY
         return Decision(Action.PREDICT, Reason.SCHEDULE, weights=weights, level=f"order {len(weights) - 1}")

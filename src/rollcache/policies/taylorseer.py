@@ -32,20 +32,16 @@ noise levels as positions (`in_sigma`), and exact last steps (`tail`). `interval
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from rollcache.decision import Action, Decision, Reason, Record
 from rollcache.passes import Cell, RollcacheError
 from rollcache.policies.base import StackEvidence, StackPolicy
+from rollcache.policies.extrapolation import Form, distinct, extrapolation
 from rollcache.settings import check_choice, check_count
-
-Form = Literal["newton", "published"]
 
 _EXACT = Decision(Action.COMPUTE, Reason.SCHEDULE)
 _REPLAY = Decision(Action.REPLAY, Reason.SCHEDULE)
-_SAME = 1e-6  # positions that are closer count as one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,34 +132,3 @@ class TaylorSeerPolicy(StackPolicy):
                 "tells Pass.time."
             )
         return extrapolation(at, distinct(known[1:]), self.config.form)
-
-
-def distinct(positions: Sequence[float]) -> Sequence[float]:
-    """The leading positions of which no two are the same."""
-    for count, x in enumerate(positions):
-        if any(abs(x - y) < _SAME for y in positions[:count]):
-            return positions[:count]
-    return positions
-
-
-def extrapolation(at: float, known: Sequence[float], form: Form = "newton") -> tuple[float, ...]:
-    """Weights of values at the positions `known` (the newest first, one to three) that predict the one at `at`.
-
-    They add up to 1.
-    """
-    if form == "published" and len(known) == 3:
-        ahead, gap, gap_before = at - known[0], known[0] - known[1], known[1] - known[2]
-        first, second = ahead / gap, ahead**2 / 2 / gap
-        # D_1 = (F_1 - F_2) / gap, D_2 = (D_1 - (F_2 - F_3) / gap_before) / gap
-        return (
-            1 + first + second / gap,
-            -first - second / gap - second / gap_before,
-            second / gap_before,
-        )
-    weights = []
-    for i, own in enumerate(known):
-        weight = 1.0
-        for other in (x for j, x in enumerate(known) if j != i):
-            weight *= (at - other) / (own - other)
-        weights.append(weight)
-    return tuple(weights)
