@@ -210,11 +210,14 @@ def _plain(price: Price) -> dict[str, Any]:
 
 
 def test_results_are_made_once_and_a_second_call_makes_none(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = ("fewer", "uniform", "teacache", "fsc", "collapsed")
+    keys = ("fewer", "fewer-2", "uniform", "sigma-2", "teacache", "fsc", "collapsed")
     assert _run(study, keys) == len(keys)
     results = {r["method"]: r for r in study.folder.results()}
     assert set(results) == set(keys)
-    assert results["fewer"]["settings"]["steps"] == 4
+    assert results["fewer"]["settings"] == {"steps": 4, "solver": None, "policy": None}
+    assert results["fewer-2"]["settings"] == {"steps": 4, "solver": "multistep", "policy": None}
+    assert results["fewer-2"]["fidelity"]["psnr"] != results["fewer"]["fidelity"]["psnr"]
+    assert "p" in results["sigma-2"]["decisions"]["words"][0]
     assert results["uniform"]["decisions"]["words"] == ["C---C--C"]
     assert results["uniform"]["speed"]["predicted"] == pytest.approx(2.0)
     assert results["collapsed"]["settings"]["policy"]["risk_scale"] == results["fsc"]["knob"]["value"]
@@ -320,6 +323,7 @@ def test_every_method_and_ablation_runs_at_any_number_of_steps(world: World) -> 
                     plan.policy.build(2)
     assert table.missing(table.Setup(SETUP.sigmas)) == {
         "measured": "needs --calibration",
+        "measured-2": "needs --calibration",
         "magcache": "needs --calibration",
     }
 

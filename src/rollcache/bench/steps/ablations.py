@@ -103,6 +103,7 @@ def _parts(setup: Setup) -> list[Method]:
         ("no-gate", "no low-frequency gate", {"low_gate": False}),
         ("w5", "W=5 of 50 (FSC-Speed)", {"warmup": setup.scaled(5)}),
         ("tail", "tail anchors", {"tail": tail}),
+        ("parabola", "C0 along parabolas", {"order": 2}),
         ("q-low", "q_scale -20 %", {"share_scale": 0.8 * base.share_scale}),
         ("q-high", "q_scale +20 %", {"share_scale": 1.2 * base.share_scale}),
     ]

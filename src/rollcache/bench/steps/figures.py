@@ -18,7 +18,7 @@ TITLES = {
     "psnr": "PSNR against full compute, dB",
     "ssim": "1 - SSIM against full compute, logarithmic; higher up is better",
 }
-COLOURS = {"fsc": PALETTE.cached, "measured": PALETTE.second, "fewer": PALETTE.third}  # the others stay grey
+COLOURS = {"fsc": PALETTE.cached, "sigma-2": PALETTE.second, "fewer": PALETTE.third}  # the others stay grey
 MARKERS = "osD^vPX*<>hd8p"
 APART = 0.042  # of the height, between two labels
 FAR = 10.0  # dB below the median of the methods: not drawn, or all others would be one line

@@ -39,6 +39,7 @@ class Method:
         group: which tables it is in.
         factors: speeds at which an ablation is run, as parts of that of the ablations.
         dry: decides by a schedule alone, so that a model of any size shows what it decides.
+        solver: of the loop, where it is not that of the study.
         across: works across chunks, so that it is matched on as many windows as are tested.
     """
 
@@ -50,13 +51,14 @@ class Method:
     group: Literal["methods", "ablations"] = "methods"
     factors: tuple[float, ...] = (1.0,)
     dry: bool = False
+    solver: Literal["multistep"] | None = None
     across: bool = False
 
     def plan(self, value: float | None) -> Plan:
         """The variant to run."""
         made = self.make(value)
         if isinstance(made, int):
-            return Plan(key=self.key, label=self.label, steps=made)
+            return Plan(key=self.key, label=self.label, steps=made, solver=self.solver)
         return Plan(key=self.key, label=self.label, policy=made)
 
 
@@ -91,19 +93,37 @@ def missing(setup: Setup) -> dict[str, str]:
     """Methods that cannot be made here, and why."""
     found = setup.calibration
     if found is None:
-        return dict.fromkeys(("measured", "magcache"), "needs --calibration")
+        return dict.fromkeys(("measured", "measured-2", "magcache"), "needs --calibration")
     return {} if found.magnitude_ratios is not None else {"magcache": "the calibration has no magnitude ratios"}
 
 
-def schedule(key: str, label: str, setup: Setup, anchors: Callable[[int], Sequence[int]], **more: Any) -> Method:
-    """Step reuse by schedules of any number of exact steps; the knob are the steps that are replayed."""
+def schedule(
+    key: str,
+    label: str,
+    setup: Setup,
+    anchors: Callable[[int], Sequence[int]],
+    *,
+    budgets: Sequence[int] = (),
+    order: int = 0,
+    **more: Any,
+) -> Method:
+    """Step reuse by schedules of any number of exact steps; the knob are the steps that are replayed.
+
+    Args:
+        key: see `Method`, as are `label` and `more`.
+        label: likewise.
+        setup: what for.
+        anchors: the schedule of a number of exact steps.
+        budgets: those numbers; all by default.
+        order: of `StepReuse`.
+        more: further fields.
+    """
     n = setup.steps
-    budgets: Sequence[int] = more.pop("budgets", range(1, n + 1))
     return Method(
         key=key,
         label=label,
-        make=lambda left_out: StepReuse(steps=n, anchors=tuple(anchors(n - int(left_out)))),
-        knob=Knob.whole("steps replayed", [n - exact for exact in budgets]),
+        make=lambda left_out: StepReuse(steps=n, anchors=tuple(anchors(n - int(left_out))), order=order),
+        knob=Knob.whole("steps replayed", [n - exact for exact in budgets or range(1, n + 1)]),
         dry=True,
         **more,
     )
@@ -124,23 +144,29 @@ def taylorseer(steps: int, exact: int, warmup: int) -> TaylorSeer:
 
 
 def _schedules(setup: Setup) -> list[Method]:
+    """Methods without a signal: fewer steps, and step reuse between anchors of several schedules and orders."""
     n, calibration = setup.steps, setup.calibration
+    left_out = Knob.whole("steps left out", range(n))
+    fewer: dict[str, Any] = {"make": lambda left_out: n - int(left_out), "knob": left_out, "dry": True}
+
+    def even(exact: int) -> Sequence[int]:
+        return schedules.even_in_sigma(setup.sigmas, exact)
+
     found = [
-        Method(
-            key="fewer",
-            label="fewer steps",
-            make=lambda left_out: n - int(left_out),
-            knob=Knob.whole("steps left out", range(n)),
-            dry=True,
-        ),
+        Method(key="fewer", label="fewer steps", **fewer),
+        Method(key="fewer-2", label="fewer steps, second-order solver", solver="multistep", **fewer),
         schedule("uniform", "StepReuse, uniform", setup, lambda exact: schedules.uniform(n, exact)),
-        schedule(
-            "sigma", "StepReuse, even in sigma", setup, lambda exact: schedules.even_in_sigma(setup.sigmas, exact)
-        ),
+        schedule("sigma", "StepReuse, even in sigma", setup, even),
+        schedule("sigma-1", "StepReuse, even in sigma, lines", setup, even, order=1),
+        schedule("sigma-2", "StepReuse, even in sigma, parabolas", setup, even, order=2),
     ]
     if calibration is not None:
         budgets = sorted(calibration.schedules[calibration.family])
-        found.append(schedule("measured", "StepReuse, measured", setup, calibration.anchors, budgets=budgets))
+        kinds = (("measured", "StepReuse, measured", 0), ("measured-2", "StepReuse, measured, parabolas", 2))
+        found += [
+            schedule(key, label, setup, calibration.anchors, budgets=budgets, order=order)
+            for key, label, order in kinds
+        ]
     return found
 
 

@@ -119,7 +119,7 @@ class Worker:
 def _settings(plan: Plan) -> Any:
     """Settings as a result file has them."""
     policy = None if plan.policy is None else {"type": type(plan.policy).__name__, **plain(plan.policy)}
-    return json.loads(dump({"steps": plan.steps, "policy": policy}))
+    return json.loads(dump({"steps": plan.steps, "solver": plan.solver, "policy": policy}))
 
 
 def _knob_name(method: Method) -> str:
