@@ -52,7 +52,7 @@ class Settings:
     chunks: int = 32
     ahead: tuple[Ahead, ...] = ("hold", "extrapolate", "plan")
     plan_error: float = 0.03
-    tolerances: tuple[float, ...] = (0.02, 0.05, 0.1)
+    tolerances: tuple[float, ...] = (0.03, 0.05, 0.1)
     """`amend_above` of Replan: below it the plan is kept."""
     json: Path | None = None
     machine: FlatMachine = field(default_factory=Machine)
@@ -68,16 +68,8 @@ def variants(tolerances: Sequence[float]) -> list[Plan]:
         Plan(key="floor", label="numerical floor", start_noise=1e-3),
     ]
     for low in tolerances:
-        settings = {
-            f"keep {low:g} replan 0.3 full": (low, low, 0.3),
-            f"keep {low:g} replan": (low, low, math.inf),
-            f"keep {low:g} amend 0.3 full": (low, 0.3, 0.3),
-        }
-        for name, (amend, again, full) in settings.items():
-            if low >= 0.3:
-                continue
-            policy = Replan(amend_above=amend, replan_above=again, full_above=full)
-            found.append(Plan(key=f"replan {name}", label=f"Replan: {name}", policy=policy, no_pass=True))
+        policy = Replan(amend_above=low)
+        found.append(Plan(key=f"replan {low:g}", label=f"Replan, amend above {low:g}", policy=policy, no_pass=True))
     return found
 
 
@@ -165,14 +157,14 @@ def tables(found: Sequence[Mapping[str, Any]]) -> list[Table]:
     for scenario, ahead in dict.fromkeys((r["scenario"], r["ahead"]) for r in found):
         table = Table(box=box.SIMPLE_HEAD, title=f"{scenario}, actions ahead: {ahead}")
         table.add_column("how")
-        for head in ("speedup", "ceiling", "dB", "pooled dB", "motion", "keep / amend / replan / full / cycle"):
+        for head in ("speedup", "ceiling", "dB", "pooled dB", "motion", "keep / amend / replan / cycle"):
             table.add_column(head, justify="right")
         here = [r for r in found if (r["scenario"], r["ahead"]) == (scenario, ahead)]
         for key in dict.fromkeys(r["plan"] for r in here):
             rows = [r for r in here if r["plan"] == key]
             ceilings = [r["ceiling"] for r in rows if r["ceiling"] is not None]
             levels = sum((Counter(r["levels"]) for r in rows), Counter())
-            counts = [levels[k] for k in ("keep", "amend", "replan", "full", "compute")]
+            counts = [levels[k] for k in ("keep", "amend", "replan", "compute")]
             table.add_row(
                 rows[0]["label"],
                 f"{statistics.median(r['speedup'] for r in rows):.2f}x",

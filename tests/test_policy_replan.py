@@ -45,13 +45,11 @@ def naive(
         return "keep", []
     if distance <= config.replan_above:
         return "amend", [frame]
-    frames = [f for f in range(4) if f >= frame - config.back]
-    return ("full", [0, 1, 2, 3]) if distance > config.full_above or len(frames) == 4 else ("replan", frames)
+    return "replan", [0, 1, 2, 3]
 
 
 @given(
-    limits=st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1)),
-    back=st.integers(0, 2),
+    limits=st.tuples(st.floats(0, 1), st.floats(0, 1)),
     distance=st.one_of(st.floats(0, 2), st.sampled_from([math.inf, math.nan])),
     frame=st.integers(0, 3),
     replays=st.integers(0, 4),
@@ -61,8 +59,7 @@ def naive(
 )
 @settings(max_examples=300, deadline=None)
 def test_it_decides_as_a_table_written_by_hand(
-    limits: tuple[float, float, float],
-    back: int,
+    limits: tuple[float, float],
     distance: float,
     frame: int,
     replays: int,
@@ -70,22 +67,19 @@ def test_it_decides_as_a_table_written_by_hand(
     kv_update: bool,
     fresh: bool,
 ) -> None:
-    low, middle, high = sorted(limits)
-    config = Replan(amend_above=low, replan_above=middle, full_above=high, back=back, max_kept=most)
+    config = Replan(amend_above=min(limits), replan_above=max(limits), max_kept=most)
     found = ask(config, distance, frame, replays, kv_update=kv_update, fresh_noise=fresh)
     word, frames = naive(config, distance, frame, replays, kv_update, fresh)
     assert (found.level or str(found.action)) == word
     if found.tokens is not None:
         assert list(found.tokens.frames) == frames and found.share == len(frames) / 4
-    assert found.renew == (word == "replan")
 
 
 @given(distance=st.floats(0, 2), frame=st.integers(0, 3), low=st.floats(0, 1), higher=st.floats(0, 1))
 @settings(max_examples=100, deadline=None)
 def test_a_larger_tolerance_never_computes_more(distance: float, frame: int, low: float, higher: float) -> None:
     def share(tolerance: float) -> float:
-        limits = {"amend_above": tolerance, "replan_above": tolerance + 0.2, "full_above": tolerance + 0.4}
-        found = ask(Replan(**limits), distance, frame)  # type: ignore[arg-type]
+        found = ask(Replan(amend_above=tolerance, replan_above=tolerance + 0.2), distance, frame)
         return {Action.COMPUTE: 1.0, Action.REPLAY: 0.0}.get(found.action, found.share)
 
     assert share(max(low, higher)) <= share(min(low, higher))
@@ -96,9 +90,7 @@ def test_a_larger_tolerance_never_computes_more(distance: float, frame: int, low
     [
         ({"amend_above": -1}, "amend_above must be at least 0"),
         ({"replan_above": math.nan}, "replan_above must be at least 0"),
-        ({"amend_above": 0.4}, r"replan_above \(0.05\) lies below the limit before it \(0.4\)"),
-        ({"full_above": 0.01}, r"full_above \(0.01\) lies below"),
-        ({"back": -1}, "back must be an integer"),
+        ({"amend_above": 0.4}, r"replan_above \(0.3\) lies below amend_above \(0.4\)"),
         ({"max_kept": -1}, "max_kept must be an integer"),
         ({"repairs": "dense"}, "repairs must be one of 'sparse', 'refresh'"),
         ({"protect": "never"}, "protect must be one of"),
@@ -147,17 +139,16 @@ def test_frames_are_computed_as_decided_and_a_replan_renews_the_plan() -> None:
         )
 
     adapter = Adapter(blocks=lambda m: list(m.blocks), locate=locate)
-    policy = Replan(replan_above=0.3, full_above=math.inf, back=0, repairs="refresh")
-    handle = rollcache.enable(model, policy, adapter=adapter)
+    handle = rollcache.enable(model, Replan(repairs="refresh"), adapter=adapter)
     with torch.no_grad():
         out = [model(torch.full((1, 8, 1), float(n + 1)))[0, ::2, 0].tolist() for n in range(4)]
     assert out[0] == [2, 2, 2, 2]
     assert out[1] == [3, 4, 3, 3]  # amended: frame 1 doubles, the others add the residual of 1
-    assert out[2] == [4, 5, 6, 6]  # replanned: frames 2 and 3
-    assert out[3] == [5, 6, 7, 7]  # kept: nothing moved since
+    assert out[2] == [6, 6, 6, 6]  # planned anew
+    assert out[3] == [7, 7, 7, 7]  # kept: nothing moved since
     assert [r.level for r in handle.trace] == ["", "amend", "replan", "keep"]
-    assert handle.stats().tokens == pytest.approx((0.25 + 0.5 + 0) / 3)
-    assert "amend, the conditions moved (moved 0.1; amend above 0.05" in handle.explain(1, 0, 0)
+    assert handle.stats().tokens == pytest.approx((0.25 + 1 + 0) / 3)
+    assert "amend, the conditions moved (moved 0.1; amend above 0.03" in handle.explain(1, 0, 0)
 
 
 def start(seed: int = 0) -> Start:
@@ -181,21 +172,30 @@ def actions(*yaw: float) -> Tensor:
     return torch.tensor([[[5.0, y], [5.0, y]] for y in yaw])
 
 
-def test_zero_tolerances_and_a_replan_at_every_movement_follow_as_full_compute_does() -> None:
-    """Amended and replanned frames differ from full compute only through the stale K/V of the others."""
+def test_amended_frames_follow_most_of_a_change_and_differ_through_the_stale_keys_of_the_others() -> None:
     world, protocol = random_world(), Protocol(steps=2)
     turning = actions(0, 0, 0, 0, 0, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.0)
     full = drive(world, turning, protocol, None)
-    always = Replan(amend_above=0, replan_above=0, full_above=math.inf, repairs="refresh")
-    ours = drive(world, turning, protocol, always)
+    ours = drive(world, turning, protocol, Replan(amend_above=0, replan_above=9, repairs="refresh"))
     levels = [r.level or "compute" for r in drive.trace if r.step == 0]  # type: ignore[attr-defined]
-    first, rest = ["compute", "keep", "keep", "keep"], ["compute", "full", "keep", "keep"]
-    assert levels == [*first, *rest, *first[:3], "replan"]
-    frozen = drive(world, turning, protocol, Replan(amend_above=9, replan_above=9, full_above=9, repairs="refresh"))
+    first, rest = ["compute", "keep", "keep", "keep"], ["compute", "amend", "amend", "amend"]
+    assert levels == [*first, *rest, *first[:3], "amend"]
+    frozen = drive(world, turning, protocol, Replan(amend_above=9, replan_above=9, repairs="refresh"))
     error = [float((a - b).norm() / b.norm()) for a, b in zip(ours, full, strict=True)]
     stale = [float((a - b).norm() / b.norm()) for a, b in zip(frozen, full, strict=True)]
     assert max(error[:5]) < 1e-5
-    assert error[5] < 0.25 * stale[5] and error[11] < 0.25 * stale[11]
+    assert error[5] < 0.5 * stale[5] and error[11] < 0.5 * stale[11]
+
+
+def test_replanning_at_every_movement_is_full_compute() -> None:
+    world, protocol = random_world(), Protocol(steps=2)
+    turning = actions(0, 0, 0, 0.1, 0, 0.4, 0.4, 0.2)
+    full = drive(world, turning, protocol, None)
+    ours = drive(world, turning, protocol, Replan(amend_above=0, replan_above=0))
+    levels = [r.level for r in drive.trace if r.step == 0]  # type: ignore[attr-defined]
+    assert levels == ["", "keep", "keep", "replan", "", "replan", "keep", "replan"]
+    for a, b in zip(ours, full, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("repairs", ["sparse", "refresh"])
@@ -220,7 +220,7 @@ def test_a_plan_that_comes_true_is_kept_to_its_end() -> None:
     levels = [r.level for r in drive.trace if r.step == 0]  # type: ignore[attr-defined]
     assert levels == ["", "keep", "keep", "keep"] * 2
     drive(world, turning, protocol, Replan(repairs="refresh"))
-    assert {r.level for r in drive.trace} == {"", "full"}  # type: ignore[attr-defined]
+    assert {r.level for r in drive.trace} == {"", "replan"}  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"a plan must be finite numbers \[frames, 2\]"):
         Session(world, start(), protocol).step(turning[0], torch.zeros(3))
     given = Session(world, start(), protocol).step(turning[0], turning[1:].flatten(0, 1)).latents

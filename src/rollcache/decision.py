@@ -65,7 +65,6 @@ class Decision(NamedTuple):
         tokens: what `REPAIR` computes.
         share: tokens that run through the blocks, as a share of all.
         level: name of the rung of a method that has several.
-        renew: what a `REPAIR` stored counts as computed under the conditions of this pass.
     """
 
     action: Action
@@ -80,7 +79,6 @@ class Decision(NamedTuple):
     tokens: Tokens | None = None
     share: float = nan
     level: str = ""
-    renew: bool = False
 
 
 class Record(NamedTuple):

@@ -289,8 +289,6 @@ class StackWalk:
         else:
             self.rollout.streak[self.where.branch] = self.rollout.streak.get(self.where.branch, 0) + 1
             self.row.past[0].replays += 1
-        if self.decision.renew:
-            self.row.past[0].snapshot = Snapshot.of(self.where.conditions)
         self.evidence.output = out[0]
         self.policy.conclude(self.cell, self.decision, self.evidence)
 
