@@ -333,13 +333,13 @@ def test_two_structures_that_fit_are_not_chosen_between(family: ModuleType) -> N
 
 def test_an_adapter_is_imported_when_a_model_of_its_class_turns_up() -> None:
     code = (
-        "import sys\n"
-        "from rollcache import XCache\n"
-        "from rollcache.adapters import register, registry\n"
-        "inside = [m for m in sys.modules if m.startswith('rollcache.adapters.')]\n"
-        "print(sorted(inside), [m for m in ('diffusers', 'transformers', 'rollcache.street') if m in sys.modules])"
+        "import sys, rollcache.public\n"
+        "from rollcache.adapters import registry\n"
+        "sources = [*registry._BY_CLASS.values(), *registry._BY_STRUCTURE.values()]\n"
+        "families = [s.partition(':')[0] for s in sources]\n"
+        "print(len(families), [m for m in (*families, 'diffusers', 'rollcache.street') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded, libraries = done.stdout.strip().rsplit("] [", 1)
-    assert libraries == "]"
-    assert set(eval(loaded + "]")) <= {f"rollcache.adapters.{m}" for m in ("registry", "spec", "check")}
+    count, loaded = done.stdout.strip().split(" ", 1)
+    assert int(count) >= 1
+    assert loaded == "[]"

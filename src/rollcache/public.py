@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollcache.adapters import Adapter, BlockIO, Structure
+from rollcache.adapters.check import AdapterReport, check_adapter
 from rollcache.cache import Cache, disable, enable, summary
 from rollcache.decision import Action, Decision, Reason, Record, Stats, Trace
 from rollcache.passes import Cell, Condition, Pass, Role, RollcacheError, RollcacheWarning, Segment
@@ -37,6 +38,7 @@ __all__ = [
     "FSC",
     "Action",
     "Adapter",
+    "AdapterReport",
     "BlockIO",
     "C3ache",
     "Cache",
@@ -75,6 +77,7 @@ __all__ = [
     "Trace",
     "WindowReuse",
     "XCache",
+    "check_adapter",
     "disable",
     "enable",
     "summary",
