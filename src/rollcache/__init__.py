@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = ("adapters", "bench", "measure", "policies", "street")
+_ROOMS = ("adapters", "bench", "measure", "noise", "policies", "street", "testing")
 
 
 def __getattr__(name: str) -> Any:
