@@ -22,6 +22,11 @@ def argument(args: Args, kwargs: Kwargs, position: int, name: str) -> Any:
     raise RollcacheError(f"the model was called without {name}=, argument {position}.")
 
 
+def optional(args: Args, kwargs: Kwargs, position: int, name: str) -> Any:
+    """An argument, None where it was left out."""
+    return args[position] if position < len(args) else kwargs.get(name)
+
+
 def present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
     """Those that are there."""
     return tuple(t for t in tensors if t is not None)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rollcache.adapters.diffusers_common import argument, grid, patches, present
+from rollcache.adapters.diffusers_common import argument, grid, optional, patches, present
 from rollcache.adapters.diffusers_skyreels_rows import SkyReelsRows
 from rollcache.adapters.loops import TIMESTEPS, Loop, Spot
 from rollcache.adapters.spec import Adapter, Args, Kwargs
@@ -28,7 +28,7 @@ def adapter(model: Any) -> Adapter:
     def locate(model: Any, args: Args, kwargs: Kwargs) -> Pass:
         window = grid(argument(args, kwargs, 0, "hidden_states"), model.config.patch_size)
         prompt = argument(args, kwargs, 2, "encoder_hidden_states")
-        image = args[3] if len(args) > 3 else kwargs.get("encoder_hidden_states_image")
+        image = optional(args, kwargs, 3, "encoder_hidden_states_image")
         spot = loop.at(argument(args, kwargs, 1, "timestep"), present(prompt, image))
         return Pass(
             role=Role.DENOISE,
