@@ -478,6 +478,7 @@ def test_a_method_far_below_all_others_is_named_and_not_drawn() -> None:
         ("--targets 2 2", "none twice"),
         ("--targets 0.5", "holds 0.5"),
         ("--ablate-at 99", "--ablate-at holds 99"),
+        ("--targets 3 --only tail", "--ablate-at 2.3 must be one of --targets"),
         ("--clips 5", "write a range A:B"),
         ("--clips 40:50", "holds none of the 12 clips"),
         ("--dev urban-0", "urban-0 is a test clip"),
@@ -516,7 +517,7 @@ def test_the_command_runs_resumes_and_reports(
 ) -> None:
     words = (
         f"steps --out {tmp_path} --weights {street_weights} --stage student --steps 6 --windows 1 --seeds 0 "
-        "--scenarios highway --dev urban-100 --targets 1.5 --only fewer sigma tail --dtype float32"
+        "--scenarios highway --dev urban-100 --targets 1.5 --ablate-at 1.5 --only fewer sigma tail --dtype float32"
     ).split()
     monkeypatch.setattr(study_module, "measure_price", lambda *_: PRICE)
     assert main(words) == 0

@@ -39,7 +39,7 @@ class Steps:
     targets: tuple[float, ...] = (2.0, 2.3, 2.6)
     """Speedups to match."""
     ablate_at: float = 2.3
-    """Speedup of the ablations of FSC."""
+    """Speedup of the ablations of FSC, one of the targets."""
     only: tuple[str, ...] = ()
     """Only these methods and ablations, by key; `methods` and `ablations` are all of them."""
     clips: str | None = None
@@ -158,7 +158,10 @@ class Steps:
             if key not in methods and key not in groups:
                 raise ValueError(f"--only: there is no {key!r}; choose {', '.join((*groups, *methods))}.")
         names = self.only or groups
-        return jobs([m for k, m in methods.items() if k in names or m.group in names], self.targets, self.ablate_at)
+        chosen = [m for k, m in methods.items() if k in names or m.group in names]
+        if self.ablate_at not in self.targets and any(m.group == "ablations" for m in chosen):
+            raise ValueError(f"--ablate-at {self.ablate_at:g} must be one of --targets: FSC itself stands beside them.")
+        return jobs(chosen, self.targets, self.ablate_at)
 
     def _on(self, clip: Clip, wanted: list[Job]) -> list[Job]:
         """The jobs of one clip: ablations only on the first of all test clips."""
