@@ -3,8 +3,8 @@
 Pipelines say neither chunk nor step. What they do say is certain enough to count by:
 
 - All guidance branches of a step are called with one and the same timestep tensor; every step makes a new one.
-- Inside a chunk the noise level of no latent frame rises, and that of one falls. A chunk whose first step is not below
-  the last one before begins anew.
+- Inside a chunk the noise level of no latent frame rises, and that of one falls; the tokens stay the same. A step that
+  does not follow in this sense begins a chunk.
 
 A chunk begins with nothing stored, so one that begins too often costs speed and no quality. Whether two chunks belong
 to one video is not told by any argument. Without `generation` every chunk is therefore a rollout of its own: methods
@@ -14,7 +14,7 @@ whose loop hands on a K/V cache tell their generations by its identity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -107,6 +107,7 @@ class Loop:
         prompt: tuple[Tensor, ...],
         *,
         chunk: int | None = None,
+        layout: Hashable = None,
         levels: Callable[[Tensor], Levels] | None = None,
     ) -> Spot:
         """Take note of a call.
@@ -115,10 +116,12 @@ class Loop:
             timestep: as the model was called with it.
             prompt: tensors that tell the branches of a step apart, and that stay the same from step to step.
             chunk: index of the chunk, for loops that say it.
+            layout: how many tokens there are and where; with others another chunk begins.
             levels: timesteps as numbers; by default `levels_of`.
         """
-        if self._mark is not timestep or self._version != _version(timestep) or self._given != chunk:
-            self._step(timestep, chunk, (levels or self._levels)(timestep))
+        place = (chunk, layout)
+        if self._mark is not timestep or self._version != _version(timestep) or self._place != place:
+            self._step(timestep, place, (levels or self._levels)(timestep))
         index = next((i for i, seen in enumerate(self._seen) if seen is prompt[0]), len(self._seen))
         if index == len(self._seen):
             self._seen.append(prompt[0])
@@ -157,30 +160,29 @@ class Loop:
         self._owner = None
         self._mark: Tensor | None = None
         self._version = 0
-        self._given: int | None = None
+        self._place: tuple[int | None, Hashable] = (None, None)
         self._chunk = self._index = -1
         self._now: Levels = ()
         self._first: Levels = ()
         self._seen: list[Tensor] = []
         self._watched: dict[str, Watched] = {}
 
-    def _step(self, timestep: Tensor, chunk: int | None, levels: Levels) -> None:
+    def _step(self, timestep: Tensor, place: tuple[int | None, Hashable], levels: Levels) -> None:
         """A step begins, perhaps the first of a chunk."""
-        if self._chunk >= 0 and chunk == self._given and _moved_on(self._now, levels):
+        if self._chunk >= 0 and place == self._place and _moved_on(self._now, levels):
             self._index += 1
         else:
-            self._chunk = self._numbered(chunk)
+            self._chunk = self._numbered(place[0])
             self._index, self._first = 0, levels
-        self._mark, self._version, self._given = timestep, _version(timestep), chunk
+        self._mark, self._version, self._place = timestep, _version(timestep), place
         self._now, self._seen = levels, []
 
     def _numbered(self, chunk: int | None) -> int:
         """Number of a chunk that begins; one that is not larger than that of the last begins a new rollout."""
         if chunk is None:
             return self._chunk + 1 if self._announced else 0
-        if self._given is None or chunk < self._given:
-            return 0
-        return self._chunk + (chunk > self._given)
+        last = self._place[0]
+        return 0 if last is None or chunk < last else self._chunk + (chunk > last)
 
     def _levels(self, timestep: Tensor) -> Levels:
         return levels_of(timestep, self._name)
