@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +71,15 @@ class Hook:
         module.forward = self
         vars(module).setdefault("__getstate__", self._state)
 
+    @property
+    def active(self) -> bool:
+        """Whether it was not removed; under a wrapper of somebody else a hook stays, and does nothing."""
+        return self._run is not None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run in place of the original."""
+        if torch.compiler.is_compiling():
+            _refuse_graph(type(self.module).__name__)
         if self._run is None:
             return self.original(*args, **kwargs)
         return self._run(self.original, args, kwargs)
@@ -92,6 +99,17 @@ class Hook:
             del self.module.forward
         else:
             self.module.forward = self.own
+
+
+def _refuse_graph(name: str) -> NoReturn:
+    """The compiler met the cache. It cannot look into this function, so that the error is raised for real."""
+    raise RollcacheError(
+        f"{name} was compiled after the cache was put on it, and the compiler would trace into the cache: disable the "
+        "cache, compile the blocks one by one, and enable it again."
+    )
+
+
+_refuse_graph._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _itself(value: Any) -> Any:
@@ -262,11 +280,14 @@ class Engine:
         self._weights_version += 1
 
     def weights(self) -> object:
-        """A token that is different after every change of the blocks' parameters that PyTorch can tell.
+        """A token that is different after every change of the blocks' parameters that can be told.
 
-        Writes under `inference_mode` are not counted by anyone: `touch_weights` is for those.
+        PyTorch counts no writes under `inference_mode` or through `p.data`: `touch_weights` is for those. What PEFT
+        does to its layers (merge, scale, switch on and off) is seen by their state.
         """
-        return self._weights_version, [_identity(p) for block in self.blocks for p in block.parameters()]
+        modules = [m for block in self.blocks for m in block.modules()]
+        parameters = [_identity(p) for m in modules for p in m._parameters.values() if p is not None]
+        return self._weights_version, parameters, [_tuned(m) for m in modules if "merged_adapters" in vars(m)]
 
     def _block_runner(self, index: int) -> Callable[[Callable[..., Any], Any, Any], Any]:
         def run(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -331,9 +352,11 @@ class Engine:
         """Once, after a few chunks: nothing is ever replayed, and why."""
         reasons = self.trace.reasons
         reused = {Reason.SIMILAR, Reason.STEADY, Reason.SCHEDULE}
-        if self.trace.chunks == IDLE_CHUNKS and reasons and not reused & reasons.keys():
-            reason, _ = reasons.most_common(1)[0]
-            log.warning("rollcache: nothing was replayed in %d chunks, mostly: %s.", IDLE_CHUNKS - 1, reason)
+        if self.trace.chunks == IDLE_CHUNKS and not reused & reasons.keys():
+            told = {why for rollout in self.rollouts.values() for why in rollout.told}
+            again = f"every chunk was a first one ({', '.join(sorted(told)) or 'of another rollout'})"
+            why = reasons.most_common(1)[0][0] if reasons else again
+            log.warning("rollcache: nothing was replayed in %d chunks, mostly: %s.", IDLE_CHUNKS - 1, why)
 
     def _invalidate(self, where: Pass) -> None:
         """Fail closed: after an exception nothing of the rollout is trusted."""
@@ -359,6 +382,12 @@ def _identity(p: Tensor) -> tuple[int, int]:
     return p.data_ptr(), 0 if p.is_inference() else p._version
 
 
+def _tuned(module: nn.Module) -> str:
+    """Which adapters a layer of PEFT has merged, applies, and how strongly."""
+    state = vars(module)
+    return repr([state.get(name) for name in ("merged_adapters", "_active_adapter", "_disable_adapters", "scaling")])
+
+
 def _check_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """Refuse what cannot be wrapped, naming it."""
     blocks = list(blocks)
@@ -380,13 +409,18 @@ def _check_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
                 f"{name} was compiled in place, which would trace into the cache. Compile the blocks as "
                 "blocks[i] = torch.compile(blocks[i]) and enable the cache afterwards."
             )
-        if find_hook(module) is not None:
+        if find_hook(module) is not None or _is_ours(vars(module).get("__getstate__")):
             raise RollcacheError(
                 f"{name} already has a cache: disable it first, or use the handle that enable() returned."
             )
 
 
+def _is_ours(state: Any) -> bool:
+    """Whether a hook is there, perhaps under the wrapper of somebody else."""
+    return isinstance(state, partial) and state.func is bare_state
+
+
 def find_hook(module: nn.Module) -> Hook | None:
-    """The hook on a module, if there is one."""
+    """The hook on a module, if there is one that does something."""
     hook = module.__dict__.get("forward")
-    return hook if isinstance(hook, Hook) else None
+    return hook if isinstance(hook, Hook) and hook.active else None

@@ -18,6 +18,15 @@ from rollcache.store import Budget, Row
 log = logging.getLogger("rollcache")
 
 
+def _is_heard(_: logging.LogRecord) -> bool:
+    """Of the ranks of a distributed program only the first one speaks."""
+    world = torch.distributed
+    return not (world.is_available() and world.is_initialized()) or world.get_rank() == 0
+
+
+log.addFilter(_is_heard)
+
+
 class Signature(NamedTuple):
     """What the hidden state of a branch looks like; residuals of another signature are of no use."""
 
@@ -45,6 +54,7 @@ class Rollout:
         ordinal: chunks begun before this one since the state was last invalidated; -1 until one begins. Nothing is
             stored before, so after an invalidation in mid-chunk the next chunk is exact.
         dirty: K/V of replayed blocks is stale and waits for a commit pass.
+        told: why the state was invalidated so far.
     """
 
     def __init__(self, policy: Policy, budget: Budget, dtype: torch.dtype | None) -> None:
@@ -68,7 +78,7 @@ class Rollout:
         self._visited: set[tuple[str, int]] = set()
         self._schedule: set[tuple[str, int]] | None = None
         self._weights: object = None
-        self._told: set[str] = set()
+        self.told: set[str] = set()
 
     @property
     def bytes(self) -> int:
@@ -201,9 +211,9 @@ class Rollout:
 
     def clear(self, why: str, detail: str = "") -> None:
         """Forget everything that was learnt, and log each cause once. Until a chunk begins, nothing is stored."""
-        if (self.rows or self.stacks) and why not in self._told:
+        if (self.rows or self.stacks) and why not in self.told:
             log.info("rollcache: %s %s: the next chunk is computed in full.", why, detail)
-            self._told.add(why)
+            self.told.add(why)
         for row in (*self.rows.values(), *self.stacks.values()):
             row.drop()
         self.rows.clear()
