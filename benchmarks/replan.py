@@ -10,6 +10,7 @@ that looks ahead in the same way; speed is a paired ratio of transformer time ov
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import sys
@@ -54,11 +55,15 @@ class Settings:
     plan_error: float = 0.03
     tolerances: tuple[float, ...] = (0.03, 0.05, 0.1)
     """`amend_above` of Replan: below it the plan is kept."""
+    replan_above: tuple[float, ...] = (0.3,)
+    """`replan_above`: below it the emitted frame is amended."""
+    target: float = 55.0
+    """Pooled PSNR in dB that the proposed limits must reach on every take."""
     json: Path | None = None
     machine: FlatMachine = field(default_factory=Machine)
 
 
-def variants(tolerances: Sequence[float]) -> list[Plan]:
+def variants(tolerances: Sequence[float], limits: Sequence[float]) -> list[Plan]:
     """What runs beside full compute."""
     found = [
         Plan(key="xcache", label="X-Cache", policy=XCache()),
@@ -67,9 +72,11 @@ def variants(tolerances: Sequence[float]) -> list[Plan]:
         Plan(key="frozen", label="frozen window", frozen=True),
         Plan(key="floor", label="numerical floor", start_noise=1e-3),
     ]
-    for low in tolerances:
-        policy = Replan(amend_above=low)
-        found.append(Plan(key=f"replan {low:g}", label=f"Replan, amend above {low:g}", policy=policy, no_pass=True))
+    for low, high in itertools.product(tolerances, limits):
+        if high >= low:
+            policy = Replan(amend_above=low, replan_above=high)
+            key, label = f"replan {low:g} {high:g}", f"Replan, amend above {low:g}, replan above {high:g}"
+            found.append(Plan(key=key, label=label, policy=policy, no_pass=True))
     return found
 
 
@@ -130,7 +137,7 @@ def main(settings: Settings) -> int:
                     ).make(world)
                     lanes = [
                         open_lane(world, take, protocol, plan, reload=settings.machine.reload)
-                        for plan in (FULL, *variants(settings.tolerances))
+                        for plan in (FULL, *variants(settings.tolerances, settings.replan_above))
                     ]
                     with PassClock(world) as clock:
                         coming = plans(take, ahead, settings.plan_error)
@@ -148,7 +155,23 @@ def main(settings: Settings) -> int:
     console = Console(width=None if sys.stdout.isatty() else 140)
     for table in tables(found):
         console.print(table)
+    for ahead in dict.fromkeys(r["ahead"] for r in found):
+        here = [r for r in found if r["ahead"] == ahead]
+        console.print(f"{ahead}: {proposal(here, settings.target)}")
     return 0
+
+
+def proposal(found: Sequence[Mapping[str, Any]], target: float) -> str:
+    """The fastest limits of Replan with which every take reaches a pooled PSNR, in words."""
+    ours = [r for r in found if r["plan"].startswith("replan")]
+    good = []
+    for key in dict.fromkeys(r["plan"] for r in ours):
+        rows = [r for r in ours if r["plan"] == key]
+        if min(r["pooled"] for r in rows) >= target:
+            good.append((statistics.fmean(1 / r["speedup"] for r in rows), rows[0]["label"]))
+    if not good:
+        return f"no limits reach {target:g} dB on every take; try smaller --tolerances"
+    return f"for {target:g} dB on every take: {min(good)[1]}"
 
 
 def tables(found: Sequence[Mapping[str, Any]]) -> list[Table]:

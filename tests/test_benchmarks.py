@@ -16,15 +16,25 @@ from rollcache.bench.takes import Injection, plan_take
 from rollcache.street.evaluate.probe import Probe
 
 
-@pytest.fixture(scope="module")
-def protocols() -> Any:
-    path = Path(__file__).parent.parent / "benchmarks" / "protocols.py"
-    spec = importlib.util.spec_from_file_location("protocols", path)
+def script(name: str) -> Any:
+    """A module of benchmarks/."""
+    path = Path(__file__).parent.parent / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["protocols"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def protocols() -> Any:
+    return script("protocols")
+
+
+@pytest.fixture(scope="module")
+def replan() -> Any:
+    return script("replan")
 
 
 def test_a_loop_hears_the_first_actions_of_its_chunk_and_holds_them(protocols: Any) -> None:
@@ -56,3 +66,46 @@ def test_every_loop_runs_and_is_measured(protocols: Any) -> None:
     assert all(6 < r["psnr"] < 40 for r in found)
     assert by_name["chunked"]["seconds_per_second"] > 0
     assert protocols.table(found, everything).row_count == len(names)
+
+
+def test_plans_are_the_next_rows_of_the_drive_and_the_further_the_less_exact(replan: Any) -> None:
+    take = plan_take("u-turn", chunks=8).make(random_world(depth=2), noise_frames)
+    rows = take.actions.flatten(0, 1)
+    exact, vague = replan.plans(take, "plan", 0.0), replan.plans(take, "plan", 0.1)
+    assert all(p is None for p in replan.plans(take, "hold", 0.0)) and len(exact) == 8
+    assert torch.equal(exact[2], rows[6:12]) and len(exact[7]) == 0
+    error = [(v - e).abs()[:, 0] for v, e in zip(vague[:4], exact[:4], strict=True)]
+    assert all((e[1:] >= e[:-1]).all() and e[-1] > 0 for e in error)
+
+
+def test_the_fastest_limits_that_reach_the_target_everywhere_are_proposed(replan: Any) -> None:
+    def run(low: float, speedup: float, pooled: float) -> dict[str, Any]:
+        return {"plan": f"replan {low:g} 0.3", "label": f"amend above {low:g}", "speedup": speedup, "pooled": pooled}
+
+    found = [run(0.03, 1.5, 60), run(0.03, 2.0, 56), run(0.05, 1.8, 58), run(0.05, 2.5, 55.5), run(0.1, 3.0, 60)]
+    found += [run(0.1, 3.2, 45), {"plan": "xcache", "label": "X-Cache", "speedup": 9, "pooled": 90}]
+    assert replan.proposal(found, 55).endswith("amend above 0.05")
+    assert "no limits reach 70 dB" in replan.proposal(found, 70)
+
+
+def test_every_variant_of_the_receding_loop_is_measured(replan: Any) -> None:
+    from rollcache.bench.costs import PassClock
+    from rollcache.bench.lanes import FULL, open_lane, race
+    from rollcache.street.protocol import Protocol
+
+    world, protocol = random_world(depth=2), Protocol(steps=2)
+    take = plan_take("u-turn", chunks=12).make(world, noise_frames)
+    lanes = [
+        open_lane(world, take, protocol, plan, reload=lambda dtype: world)
+        for plan in (FULL, *replan.variants((0.05, 0.5), (0.3,)))
+    ]
+    with PassClock(world) as clock:
+        assert race(lanes, take.actions, plans=replan.plans(take, "plan", 0.03))
+    frames = [world.decode(torch.cat(lane.latents)) for lane in lanes]
+    rows = [replan.row(lane, lanes[0], f, frames[0], clock) for lane, f in zip(lanes[1:], frames[1:], strict=True)]
+    by_key = {r["plan"]: {"scenario": "u-turn", "ahead": "plan", **r} for r in rows}
+    assert list(by_key) == ["xcache", "paper", "reuse", "frozen", "floor", "replan 0.05 0.3"]
+    levels = by_key["replan 0.05 0.3"]["levels"]
+    assert levels["compute"] == 3 and sum(levels.values()) == 12
+    assert by_key["replan 0.05 0.3"]["pooled"] > by_key["frozen"]["pooled"] - 1
+    assert len(replan.tables(list(by_key.values()))) == 1
