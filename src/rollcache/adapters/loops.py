@@ -2,7 +2,8 @@
 
 Pipelines say neither chunk nor step. What they do say is certain enough to count by:
 
-- All guidance branches of a step are called with one and the same timestep tensor; every step makes a new one.
+- All guidance branches of a step are called with one and the same timestep tensor; every step makes a new one. Each
+  branch has its prompt; the first one that is called is the conditional one.
 - Inside a chunk the noise level of no latent frame rises, and that of one falls; the tokens stay the same. A step that
   does not follow in this sense begins a chunk.
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -122,10 +124,7 @@ class Loop:
         place = (chunk, layout)
         if self._mark is not timestep or self._version != _version(timestep) or self._place != place:
             self._step(timestep, place, (levels or self._levels)(timestep))
-        index = next((i for i, seen in enumerate(self._seen) if seen is prompt[0]), len(self._seen))
-        if index == len(self._seen):
-            self._seen.append(prompt[0])
-        branch = BRANCHES[index] if index < len(BRANCHES) else f"branch {index}"
+        branch = self._branch(prompt[0])
         watched = self._watched.setdefault(branch, Watched())
         return Spot(self._chunk, self._index, branch, self._now, self._first, (watched.seen(prompt),))
 
@@ -164,7 +163,8 @@ class Loop:
         self._chunk = self._index = -1
         self._now: Levels = ()
         self._first: Levels = ()
-        self._seen: list[Tensor] = []
+        self._seen: set[str] = set()
+        self._prompts: dict[str, Tensor] = {}
         self._watched: dict[str, Watched] = {}
 
     def _step(self, timestep: Tensor, place: tuple[int | None, Hashable], levels: Levels) -> None:
@@ -173,9 +173,18 @@ class Loop:
             self._index += 1
         else:
             self._chunk = self._numbered(place[0])
-            self._index, self._first = 0, levels
+            self._index, self._first, self._prompts = 0, levels, {}
         self._mark, self._version, self._place = timestep, _version(timestep), place
-        self._now, self._seen = levels, []
+        self._now, self._seen = levels, set()
+
+    def _branch(self, prompt: Tensor) -> str:
+        """Name of the branch that is called with this prompt: as before in the chunk, or the next one of the step."""
+        known = [name for name, last in self._prompts.items() if last is prompt]
+        names = chain(known, BRANCHES, (f"branch {i}" for i in count(len(BRANCHES))))
+        branch = next(name for name in names if name in known or name not in self._seen)
+        self._seen.add(branch)
+        self._prompts[branch] = prompt
+        return branch
 
     def _numbered(self, chunk: int | None) -> int:
         """Number of a chunk that begins; one that is not larger than that of the last begins a new rollout."""
@@ -218,7 +227,7 @@ def generation(model: nn.Module, steps: int | None = None) -> Iterator[None]:
 
 def levels_of(timestep: Tensor, name: str = "the model") -> Levels:
     """Timesteps of the latent frames [B, F], or of the whole call [B] or [], as numbers. One host synchronisation."""
-    rows: list[Any] = timestep.detach().double().flatten(0, -2 if timestep.ndim > 1 else -1).tolist()
+    rows: list[Any] = timestep.detach().float().flatten(0, -2 if timestep.ndim > 1 else -1).tolist()
     rows = rows if timestep.ndim > 1 else [[level] for level in rows]
     if any(row != rows[0] for row in rows):
         raise RollcacheError(
@@ -230,7 +239,7 @@ def levels_of(timestep: Tensor, name: str = "the model") -> Levels:
 
 def one_level(timestep: Tensor) -> Levels:
     """The timestep that all tokens [B, L] share. One host synchronisation."""
-    low, high = torch.stack(timestep.detach().double().aminmax()).tolist()
+    low, high = torch.stack(timestep.detach().float().aminmax()).tolist()
     if low != high:
         raise RollcacheError(
             f"the tokens of one call have timesteps from {low:g} to {high:g}, but this model denoises a block at one "

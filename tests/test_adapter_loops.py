@@ -1,0 +1,158 @@
+"""Where a loop is, told from the calls of its model: counted by hand, and in loops that do something odd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from rollcache import RollcacheError
+from rollcache.adapters.loops import Loop, Spot, generation, levels_of, one_level
+
+A, B = torch.tensor([1.0]), torch.tensor([2.0])
+
+
+def loop() -> Loop:
+    return Loop(nn.Identity())
+
+
+def at(loop: Loop, level: float | Tensor, prompt: Tensor = A, **given: Any) -> tuple[int, int, str]:
+    timestep = level if isinstance(level, Tensor) else torch.tensor([level])
+    return loop.at(timestep, (prompt,), **given)[:3]
+
+
+def moved(loop: Loop, level: float, prompt: Tensor = A) -> float:
+    """How often the prompt has changed."""
+    spot: Spot = loop.at(torch.tensor([level]), (prompt,))
+    return float(spot.conditions[0].value - 1)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 3)), min_size=1, max_size=5),
+    st.booleans(),
+    st.data(),
+)
+def test_chunks_steps_and_branches_are_counted(chunks: list[tuple[int, int]], announced: bool, data: Any) -> None:
+    model = nn.Identity()
+    it, prompts, seen, expected = Loop(model), [torch.tensor([float(i)]) for i in range(3)], [], []
+
+    def run() -> None:
+        for n, (steps, branches) in enumerate(chunks):
+            levels = data.draw(st.lists(st.integers(1, 999), min_size=steps - 1, max_size=steps - 1, unique=True))
+            for t, level in enumerate([1000, *sorted(levels, reverse=True)]):
+                timestep = torch.tensor([level, level])
+                for b in range(branches):
+                    seen.append(at(it, timestep, prompts[b]))
+                    expected.append((n if announced else 0, t, ("cond", "uncond", "branch 2")[b]))
+
+    if announced:
+        with generation(model):
+            run()
+    else:
+        run()
+    assert seen == expected
+
+
+def test_a_level_that_does_not_fall_begins_a_chunk() -> None:
+    it = loop()
+    with it.generation(None):
+        levels = [900.0, 500.0, 900.0, 500.0, 500.0, 400.0, 700.0]
+        assert [at(it, v)[:2] for v in levels] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
+
+
+def test_frames_at_levels_of_their_own_may_wait_but_not_go_back() -> None:
+    it = loop()
+    rows = [[900, 999, 999], [500, 999, 999], [0, 500, 999], [0, 0, 400], [20, 999, 999], [20, 500, 999], [20, 999, 0]]
+    found = [at(it, torch.tensor([row, row]))[1] for row in rows]
+    assert found == [0, 1, 2, 3, 0, 1, 0]
+    assert at(it, torch.tensor([[20, 900]]))[1] == 0, "another number of frames"
+
+
+def test_other_tokens_begin_a_chunk_though_the_level_falls() -> None:
+    it = loop()
+    with it.generation(None):
+        calls = [(900.0, (2, 2)), (600.0, (2, 2)), (500.0, (4, 4)), (400.0, (4, 4))]
+        assert [at(it, v, layout=layout)[:2] for v, layout in calls] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_a_branch_keeps_its_name_when_the_order_changes_or_one_is_left_out() -> None:
+    it = loop()
+    first, second, third = (torch.tensor([v]) for v in (900.0, 600.0, 300.0))
+    assert [at(it, first, A)[2], at(it, first, B)[2]] == ["cond", "uncond"]
+    assert [at(it, second, B)[2], at(it, second, A)[2]] == ["uncond", "cond"]
+    assert at(it, third, B) == (0, 2, "uncond")
+
+
+def test_a_call_that_is_made_again_is_the_same_step_of_the_same_branch() -> None:
+    it, timestep = loop(), torch.tensor([900.0])
+    assert at(it, timestep) == at(it, timestep) == (0, 0, "cond")
+
+
+def test_a_timestep_that_was_written_over_is_another_step() -> None:
+    it, timestep = loop(), torch.tensor([900.0])
+    assert at(it, timestep)[1] == 0
+    timestep.fill_(500.0)
+    assert at(it, timestep)[1] == 1
+
+
+def test_prompts_are_compared_only_when_they_are_other_objects() -> None:
+    it = loop()
+    prompt = torch.tensor([3.0])
+    assert [moved(it, 900.0, prompt), moved(it, 800.0, prompt.clone()), moved(it, 700.0, prompt)] == [0, 0, 0]
+    assert moved(it, 600.0, torch.tensor([4.0])) == 1
+    assert moved(it, 500.0, torch.tensor([4.0, 4.0])) == 2
+    prompt = torch.tensor([4.0, 4.0])
+    assert moved(it, 400.0, prompt) == 2
+    prompt[0] = 5.0
+    assert moved(it, 300.0, prompt) == 3, "written to"
+
+
+class Owner:
+    pass
+
+
+def test_a_cache_of_keys_and_values_is_one_generation_and_its_chunks_are_those_that_are_named() -> None:
+    it, first, second = loop(), Owner(), Owner()
+    assert it.owned_by(first) and not it.owned_by(first)
+    assert [at(it, v, chunk=n)[:2] for v, n in ((900.0, 4), (500.0, 4), (900.0, 5), (900.0, 5), (500.0, 6))] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 0),  # begun again
+        (2, 0),
+    ]
+    assert it.chunk == 2
+    assert at(it, 300.0, chunk=5)[:2] == (0, 0), "an earlier chunk: nothing of later ones may be reused"
+    assert it.owned_by(second)
+    assert at(it, 100.0, chunk=9)[:2] == (0, 0)
+    del second
+    assert it.owned_by(Owner()), "a new object where a dead one was"
+
+
+def test_generations_do_not_nest_and_need_a_loop_that_counts() -> None:
+    model = nn.Identity()
+    with pytest.raises(RollcacheError, match=r"generation\(\) is for models"), generation(model):
+        pass
+    Loop(model)
+    with generation(model), pytest.raises(RollcacheError, match="inside a generation"), generation(model):
+        pass
+    with pytest.raises(ValueError, match="steps"), generation(model, steps=0):
+        pass
+    with generation(model):
+        pass
+
+
+def test_timesteps_as_numbers() -> None:
+    assert levels_of(torch.tensor(7)) == (7,)
+    assert levels_of(torch.tensor([5, 5])) == (5,)
+    assert levels_of(torch.tensor([[5, 4, 3], [5, 4, 3]])) == (5, 4, 3)
+    assert one_level(torch.full((2, 9), 4.0)) == (4,)
+    for mixed in (torch.tensor([5, 4]), torch.tensor([[5, 4], [5, 3]])):
+        with pytest.raises(RollcacheError, match="different timesteps"):
+            levels_of(mixed)
+    with pytest.raises(RollcacheError, match="timesteps from 4 to 5"):
+        one_level(torch.tensor([[5, 4]]))
