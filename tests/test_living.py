@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 import rollcache
 from rollcache import Action, Cache, Pass, Reason, Role, RollcacheError, RollcacheWarning, Segment, StepReuse, XCache
+from rollcache.conditions import Moved
 
 EAGER = XCache(min_cosine=-1, margin=2, max_deviation=None, front_blocks=0, condition_tol=None)
 """Replays whatever it is allowed to."""
@@ -639,3 +641,43 @@ def test_a_prompt_that_changes_takes_effect_at_the_next_chunk_if_it_is_declared(
         Reason.CONDITION,
         Reason.SIMILAR,
     ]
+
+
+@given(
+    cosine=st.floats(-1, 1),
+    deviation=st.floats(0, 5),
+    moved=st.floats(0, 0.2),
+    floors=st.tuples(st.floats(-1, 1), st.floats(-1, 1)),
+    limits=st.tuples(st.floats(0, 5), st.floats(0, 5)),
+    tolerances=st.tuples(st.floats(0, 0.2), st.floats(0, 0.2)),
+)
+def test_a_looser_knob_of_xcache_never_computes_more_of_the_same_evidence(
+    cosine: float,
+    deviation: float,
+    moved: float,
+    floors: tuple[float, float],
+    limits: tuple[float, float],
+    tolerances: tuple[float, float],
+) -> None:
+    def replays(floor: float, limit: float, tolerance: float) -> bool:
+        policy = XCache(min_cosine=floor, max_deviation=limit, condition_tol=tolerance, front_blocks=0).build(2)
+        evidence = rollcache.Evidence(
+            Pass(role=Role.DENOISE, chunk=1),
+            measure=lambda: rollcache.Similarity(cosine, deviation),
+            moved=lambda: Moved(moved, 1.0),
+        )
+        return policy.decide(rollcache.Cell("cond", 0, 0, 1), evidence).action is Action.REPLAY
+
+    strict = replays(max(floors), min(limits), min(tolerances))
+    assert not strict or replays(min(floors), max(limits), max(tolerances))
+
+
+def test_the_tests_that_the_page_of_footguns_names_exist() -> None:
+    folder = Path(__file__).parent
+    page = (folder.parent / "docs" / "footguns.md").read_text("utf-8")
+    named = set(re.findall(r"`(test_\w+)`", page))
+    there = {
+        name for path in folder.glob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text("utf-8"))
+    }
+    assert len(named) > 50
+    assert named <= there, sorted(named - there)
