@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -329,6 +330,28 @@ def test_two_structures_that_fit_are_not_chosen_between(family: ModuleType) -> N
     register(Structure(class_name="Wide", parameters=("kv_cache",)), "some_family:OTHER")
     with pytest.raises(RollcacheError, match="2 adapters fit"):
         find(Wide())
+
+
+def test_the_classes_of_diffusers_that_are_known_exist_and_have_an_adapter() -> None:
+    pytest.importorskip("diffusers")
+    names = [name for name in registry._BY_CLASS if name.startswith("diffusers.")]
+    assert len(names) == 5
+    for name in names:
+        module, _, cls = name.rpartition(".")
+        assert registry.qualified(getattr(import_module(module), cls)) == name
+        source, _, function = str(registry._BY_CLASS[name]).partition(":")
+        assert callable(getattr(import_module(source), function))
+
+
+def test_the_family_of_self_forcing_is_known_by_its_structure_wherever_it_was_copied_to() -> None:
+    import self_forcing_double
+
+    model = self_forcing_double.CausalWanModel()
+    assert type(model).__module__ == "self_forcing_double"
+    assert find(model).kv_writes == "every_forward"
+    del model.blocks[0].modulation
+    with pytest.raises(RollcacheError, match=r"It is no CausalWanModel as known: has no blocks\.0\.modulation"):
+        find(model)
 
 
 def test_an_adapter_is_imported_when_a_model_of_its_class_turns_up() -> None:

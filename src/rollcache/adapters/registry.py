@@ -32,30 +32,50 @@ class Structure:
     Attributes:
         class_name: unqualified name of the class.
         attributes: what the model must have, as dotted paths; numbers index into lists: `blocks.0.self_attn.q`.
-        parameters: names that the model's `forward` must take.
+        parameters: names that `method` of the model must take.
         block_parameters: names that the `forward` of `blocks.0` must take.
+        method: see `parameters`.
     """
 
     class_name: str
     attributes: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     block_parameters: tuple[str, ...] = ()
+    method: str = "forward"
 
     def misfits(self, model: nn.Module) -> list[str]:
         """What does not match; empty if the adapter fits."""
         found = [f"has no {path}" for path in self.attributes if not _has(model, path)]
-        found += [f"takes no {name}=" for name in self.parameters if name not in _parameters(model)]
+        taken = _parameters(model, self.method)
+        found += [f"takes no {name}=" for name in self.parameters if name not in taken]
         if self.block_parameters:
             first = _at(model, "blocks.0")
-            taken = set() if first is _NOTHING else _parameters(first)
+            taken = set() if first is _NOTHING else _parameters(first, "forward")
             found += [f"its blocks take no {name}=" for name in self.block_parameters if name not in taken]
         return found
 
 
 _BY_CLASS: dict[str, Source] = {
     "rollcache.street.dit.StreetDiT": "rollcache.adapters.street",
+    **{
+        f"diffusers.models.transformers.{name}": f"rollcache.adapters.{module}:adapter"
+        for name, module in (
+            ("transformer_skyreels_v2.SkyReelsV2Transformer3DModel", "diffusers_skyreels"),
+            ("transformer_helios.HeliosTransformer3DModel", "diffusers_helios"),
+            ("transformer_hunyuan_video_framepack.HunyuanVideoFramepackTransformer3DModel", "diffusers_framepack"),
+            ("transformer_anyflow_far.AnyFlowFARTransformer3DModel", "diffusers_anyflow"),
+            ("transformer_sana_wm_refiner.SanaWMLTX2RefinerTransformer3DModel", "diffusers_sana"),
+        )
+    },
 }
-_BY_STRUCTURE: dict[Structure, Source] = {}
+_BY_STRUCTURE: dict[Structure, Source] = {
+    Structure(
+        class_name="CausalWanModel",
+        attributes=("patch_size", "blocks.0.self_attn", "blocks.0.norm1", "blocks.0.modulation"),
+        parameters=("kv_cache", "current_start"),
+        method="_forward_inference",
+    ): "rollcache.adapters.self_forcing",
+}
 
 
 def register(model_class: str | type | Structure, adapter: Source) -> None:
@@ -127,6 +147,7 @@ def _has(model: nn.Module, path: str) -> bool:
     return _at(model, path) is not _NOTHING
 
 
-def _parameters(module: nn.Module) -> set[str]:
+def _parameters(module: nn.Module, method: str) -> set[str]:
     """Names of the arguments that a module takes; of the class, so that wrappers on the instance do not hide them."""
-    return set(inspect.signature(type(module).forward).parameters)
+    called = getattr(type(module), method, None)
+    return set() if called is None else set(inspect.signature(called).parameters)
