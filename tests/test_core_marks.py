@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,34 @@ def test_marks_belong_to_loops_without_an_adapter() -> None:
         rollcache.enable(model, XCache(), adapter=adapter, blocks=model.blocks)
     with pytest.raises(RollcacheError, match="io= goes with blocks="):
         rollcache.enable(model, XCache(), adapter=adapter, io=rollcache.BlockIO())
+
+
+def test_an_adapter_without_locate_leaves_it_to_the_loop_to_mark_its_passes() -> None:
+    """So marks go with everything else that an adapter may say, and all that a pass may say can be marked."""
+    model = doubling(3)
+    adapter = rollcache.Adapter(
+        blocks=lambda m: list(m.blocks),
+        always_compute=frozenset({0}),
+        latent=lambda m, args, kwargs: args[0],
+    )
+    told = []
+
+    def spy(m: Any, args: Any, kwargs: Any) -> bool:
+        return told.append(args) or True  # type: ignore[func-returns-value]
+
+    cache = rollcache.enable(model, XCache(), adapter=replace(adapter, first_pass_exact=spy))
+    with cache.rollout():
+        for n in range(2):
+            with cache.chunk(steps=2, frame=n) as where:
+                assert (where.steps, where.frame) == (2, n)
+                for _ in range(2):
+                    cache.step()
+                    model(torch.ones(1, 4, 2))
+    assert len(told) == 2
+    assert model.calls == [4, 3, 3]
+    cache.disable()
+    with pytest.raises(RollcacheError, match=r"without locate\(\) says nothing"):
+        rollcache.check_adapter(model, list, adapter=adapter)
 
 
 def test_a_call_that_the_adapter_does_not_claim_passes_through() -> None:

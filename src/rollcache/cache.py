@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rollcache import adapters
-from rollcache.adapters.spec import Adapter, BlockIO
+from rollcache.adapters.spec import Adapter, BlockIO, marked
 from rollcache.decision import Action, Decision, Stats, Trace
 from rollcache.engine import Engine, Hook, find_hook
 from rollcache.marks import Marks
@@ -162,7 +162,10 @@ class Cache:
 
     def _mark(self) -> Marks:
         if self._marks is None:
-            raise RollcacheError("this cache follows its adapter; marks are for enable(model, policy, blocks=...).")
+            raise RollcacheError(
+                "this cache follows its adapter; marks are for enable(model, policy, blocks=...), and for adapters "
+                "without locate."
+            )
         return self._marks
 
     def _place(self, where: Any) -> Pass:
@@ -227,7 +230,8 @@ def enable(
     Args:
         model: the transformer whose forward is one pass.
         policy: the method, e.g. `XCache()`.
-        adapter: the model family. By default found by the exact class of the model.
+        adapter: the model family. By default found by the exact class of the model, or by its structure. One without
+            `locate` leaves it to the loop to mark its passes.
         blocks: instead of an adapter: the blocks, in the order in which they are called; the loop then marks its passes
             with `Cache.rollout`, `chunk`, `step` and `commit`.
         io: how those blocks take and return their hidden state.
@@ -265,10 +269,15 @@ def enable(
         adapter = Adapter(blocks=lambda _: mine, locate=marks.locate, io=io or BlockIO())
     elif io is not None:
         raise RollcacheError("io= goes with blocks=; an adapter has its own.")
+    else:
+        adapter = adapter or adapters.find(model)
+        if adapter.locate is marked:
+            marks = Marks()
+            adapter = replace(adapter, locate=marks.locate)
     engine = Engine(
         model,
         policy,
-        adapter or adapters.find(model),
+        adapter,
         memory_budget=memory_budget,
         storage_dtype=storage_dtype,
         max_rollouts=max_rollouts,

@@ -112,6 +112,8 @@ class Marks:
         segments: Sequence[Segment] = (),
         kv_update: bool = False,
         fresh_noise: bool = False,
+        steps: int | None = None,
+        frame: int | None = None,
     ) -> Iterator[Pass]:
         """One generation step. Yields its position, which `Cache.replays_chunk` and `Cache.skip_chunk` take.
 
@@ -122,6 +124,8 @@ class Marks:
             segments: see `Pass`.
             kv_update: see `Pass`.
             fresh_noise: see `Pass`.
+            steps: see `Pass`.
+            frame: see `Pass`.
         """
         if self._rollout is None:
             raise RollcacheError("chunk() outside of a rollout: write `with cache.rollout():` around the loop.")
@@ -140,6 +144,8 @@ class Marks:
             "segments": tuple(segments),
             "kv_update": kv_update,
             "fresh_noise": fresh_noise,
+            "steps": steps,
+            "frame": frame,
         }
         self._inside, self._step, self._branches, self._committed = True, -1, set(), False
         try:

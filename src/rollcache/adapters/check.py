@@ -18,7 +18,7 @@ from rollcache.adapters.check_calls import Failed, Skipped
 from rollcache.adapters.check_skips import SkipChecks
 from rollcache.adapters.registry import find
 from rollcache.adapters.rehearse import Calls
-from rollcache.adapters.spec import Adapter
+from rollcache.adapters.spec import Adapter, marked
 from rollcache.passes import RollcacheError
 
 Status = Literal["passed", "failed", "skipped"]
@@ -100,8 +100,13 @@ def check_adapter(
 
     Returns:
         What was found. Nothing is raised, whatever is wrong with the adapter.
+
+    Raises:
+        RollcacheError: there is no adapter, or one that leaves it to marks where a call is.
     """
     found = find(model) if adapter is None else adapter
+    if found.locate is marked:
+        raise RollcacheError("an adapter without locate() says nothing about calls that could be checked.")
     with torch.no_grad():
         return AdapterReport(type(model).__name__, tuple(_examine(SkipChecks(model, found, make_inputs))))
 

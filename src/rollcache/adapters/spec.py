@@ -182,6 +182,11 @@ class SparseBlocks(Protocol):
         ...
 
 
+def marked(model: Any, args: Args, kwargs: Kwargs) -> Pass | None:
+    """In the place of `Adapter.locate`: the loop marks its passes."""
+    raise RollcacheError(f"the adapter of {type(model).__name__} has no locate(): only marks tell where a call is.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
     """One model family.
@@ -189,7 +194,8 @@ class Adapter:
     Attributes:
         blocks: the blocks of a model, in the order in which every pass calls them, each once.
         locate: where in the rollout a call of the model is: `(model, args, kwargs) -> Pass`. None lets the call through
-            untouched. Whatever cannot be told for certain must raise.
+            untouched. Whatever cannot be told for certain must raise. Without it the loop marks its passes, as with
+            `enable(model, policy, blocks=...)`.
         io: how blocks take and return their hidden state.
         kv_writes: when K/V that later chunks attend to is written. With `every_forward` a replayed block leaves old K/V
             in its slot, so every chunk must end with a `COMMIT` pass; the engine insists on it.
@@ -206,7 +212,7 @@ class Adapter:
     """
 
     blocks: Callable[[Any], Sequence[nn.Module]]
-    locate: Callable[[Any, Args, Kwargs], Pass | None]
+    locate: Callable[[Any, Args, Kwargs], Pass | None] = marked
     io: BlockIO = BlockIO()
     kv_writes: Literal["never", "commit_only", "every_forward", "last_step"] = "commit_only"
     always_compute: frozenset[int] | Callable[[Sequence[nn.Module]], Collection[int]] = frozenset()
