@@ -132,6 +132,36 @@ def test_a_commit_pass_that_is_taken_for_a_denoise_pass_is_found(writes: Any) ->
     assert expected[writes] in wrong(Causal(), adapter(writes, locate=lie), writes)
 
 
+class Returning(Causal):
+    """As in MIRA and HY-WorldPlay: K/V is returned by the pass that makes it, and written nowhere."""
+
+    def forward(self, x: Tensor, time: float, **call: Any) -> Any:
+        out = super().forward(x, time, **{**call, "write": False})
+        return out, ([out @ block.k for block in self.blocks] if call["write"] else None)
+
+
+def returning_loop(model: Causal) -> Any:
+    calls, out = loop(model), None
+    try:
+        while True:
+            answer = yield calls.send(None if out is None else out[0])
+            out = answer
+    except StopIteration:
+        return
+
+
+def test_a_commit_pass_that_returns_its_kv_and_is_taken_for_a_denoise_pass_is_found() -> None:
+    model = Returning()
+    assert_adapter(model, partial(returning_loop, model), adapter=adapter())
+
+    def lie(model: Any, args: Any, kwargs: Any) -> Pass:
+        return replace(locate(model, args, kwargs), role=Role.DENOISE, step=kwargs["step"])
+
+    report = check_adapter(model, partial(returning_loop, model), adapter=adapter(locate=lie))
+    assert [f.name for f in report.failures] == ["K/V writes"]
+    assert "returns more than those before" in report["K/V writes"].why
+
+
 def test_a_last_step_whose_kv_stays_must_say_so() -> None:
     assert "commit passes" in wrong(Causal(), adapter("last_step", locate=locate), "last_step")
 

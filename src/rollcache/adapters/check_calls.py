@@ -10,7 +10,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rollcache.adapters.rehearse import ALWAYS, NEVER, Calls, Rehearsal, Run, calls, differing, is_same
+from rollcache.adapters.rehearse import (
+    ALWAYS,
+    NEVER,
+    Calls,
+    Rehearsal,
+    Run,
+    calls,
+    differing,
+    is_same,
+    tensors_in,
+)
 from rollcache.adapters.spec import Adapter
 from rollcache.cache import enable
 from rollcache.passes import Pass, Role
@@ -144,10 +154,16 @@ class CallChecks:
     def writes(self) -> str:
         """Denoise passes write K/V only where the adapter says so."""
         written: list[tuple[int, str]] = []
+        returned: dict[Any, set[str]] = {}
         for i, where in enumerate(self.passes):
             if where is None or where.role is not Role.DENOISE or where.kv_write:
                 continue
             written += [(i, path) for path in self._written(self.bare, i)]
+            here = (where.rollout, where.chunk, where.branch)
+            more = tensors_in((self.bare.outputs[i],)).keys() - returned.setdefault(here, set())
+            if more and returned[here]:
+                raise Failed(f"call {i} ({said(where)}) returns more than those before: is it a commit pass?")
+            returned[here] |= more
         if self.adapter.kv_writes in ("every_forward", "last_step"):
             return "denoise passes write K/V, as declared" if written else "no denoise pass was seen to write K/V"
         if written:
