@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rollcache.adapters.spec import Adapter
 from rollcache.conditions import Moved, Snapshot
@@ -26,6 +26,7 @@ from rollcache.rollout import Rollout, log
 from rollcache.stack_walk import StackWalk, check_repairs
 from rollcache.store import Budget, Reduce
 from rollcache.walk import Walk
+from rollcache.weights import Weights
 
 PROBE = Sampling(tokens=16)
 """What is looked at to find blocks that write in place, under policies that take no fingerprints."""
@@ -197,7 +198,7 @@ class Engine:
         self._passes = 0
         self._busy = False
         self._walk: Walk | StackWalk | None = None
-        self._weights_version = 0
+        self._weights = Weights(self.blocks)
         self._hooks: list[Hook] = []
         try:
             for index, block in enumerate(self.blocks):
@@ -277,17 +278,11 @@ class Engine:
 
     def touch_weights(self) -> None:
         """The weights are no longer those of the stored residuals."""
-        self._weights_version += 1
+        self._weights.touch()
 
     def weights(self) -> object:
-        """A token that is different after every change of the blocks' parameters that can be told.
-
-        PyTorch counts no writes under `inference_mode` or through `p.data`: `touch_weights` is for those. What PEFT
-        does to its layers (merge, scale, switch on and off) is seen by their state.
-        """
-        modules = [m for block in self.blocks for m in block.modules()]
-        parameters = [_identity(p) for m in modules for p in m._parameters.values() if p is not None]
-        return self._weights_version, parameters, [_tuned(m) for m in modules if "merged_adapters" in vars(m)]
+        """See `Weights.token`."""
+        return self._weights.token()
 
     def _block_runner(self, index: int) -> Callable[[Callable[..., Any], Any, Any], Any]:
         def run(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -375,17 +370,6 @@ def _pieces(span: range, required: frozenset[int]) -> list[range]:
         start = pieces.pop().start if adjoins else block
         pieces.append(range(start, block + 1))
     return pieces
-
-
-def _identity(p: Tensor) -> tuple[int, int]:
-    """Where a parameter lives, and how often it was written to."""
-    return p.data_ptr(), 0 if p.is_inference() else p._version
-
-
-def _tuned(module: nn.Module) -> str:
-    """Which adapters a layer of PEFT has merged, applies, and how strongly."""
-    state = vars(module)
-    return repr([state.get(name) for name in ("merged_adapters", "_active_adapter", "_disable_adapters", "scaling")])
 
 
 def _check_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
