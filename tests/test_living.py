@@ -7,7 +7,6 @@ import functools
 import itertools
 import json
 import logging
-import pickle
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -311,10 +310,31 @@ def take_off(module: nn.Module) -> None:
     del module._old_forward
 
 
+def offload_by_diffusers(module: nn.Module, log: list[str], name: str) -> None:
+    """The same by a hook of diffusers."""
+    hooks = pytest.importorskip("diffusers.hooks")
+
+    class Loading(hooks.ModelHook):  # type: ignore[misc,name-defined]
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            log.append(name)
+            return args, kwargs
+
+    hooks.HookRegistry.check_if_exists_or_initialize(module).register_hook(Loading(), "loading")
+
+
+def take_off_by_diffusers(module: Any) -> None:
+    module._diffusers_hook.remove_hook("loading", recurse=False)
+
+
+WAYS = {"accelerate": (offload, take_off), "diffusers": (offload_by_diffusers, take_off_by_diffusers)}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("off", list(itertools.permutations(["cache off", "offload off"])), ids=" then ".join)
 @pytest.mark.parametrize("on", list(itertools.permutations(["cache on", "offload on"])), ids=" then ".join)
-def test_offloading_and_the_cache_come_and_go_in_any_order(on: tuple[str, ...], off: tuple[str, ...]) -> None:
+def test_offloading_and_the_cache_come_and_go_in_any_order(on: tuple[str, ...], off: tuple[str, ...], way: str) -> None:
     model = doubling(3)
+    offload, take_off = WAYS[way]
     modules = [model, *model.blocks]
     log: list[str] = []
     handle: Any = None
@@ -391,13 +411,28 @@ def test_forward_hooks_that_were_there_before_see_every_call_and_may_change_what
     assert float(model(ones(1)).mean()) == 8
 
 
-def test_a_cached_model_under_an_offloading_hook_is_copied_as_a_model_that_computes() -> None:
+@pytest.mark.parametrize("on", list(itertools.permutations(["cache on", "offload on"])), ids=" then ".join)
+def test_a_copy_of_a_cached_model_that_is_offloaded_computes_and_holds_nothing_of_the_cache(
+    on: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = doubling(2)
-    handle = attach(model)
+    log: list[str] = []
+    for what in on:
+        if what == "cache on":
+            handle = attach(model)
+        else:
+            for module in (model, *model.blocks):
+                offload(module, log, "moved")
     generate(handle, model, [ones(1), ones(1)])
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert float(other(ones(3)).mean()) == 12
-        assert all("forward" not in vars(m) for m in other.modules())
+    seen = handle.stats().passes
+    copied: list[Any] = []
+    monkeypatch.setattr(type(handle._engine), "__deepcopy__", lambda self, memo: copied.append(self), raising=False)
+    other = copy.deepcopy(model)
+    log.clear()
+    assert float(other(ones(3)).mean()) == 12
+    assert log == ["moved"] * 3
+    assert handle.stats().passes == seen
+    assert copied == []
 
 
 # Ranks

@@ -58,8 +58,11 @@ class Hook:
     """Stands in for the `forward` of one module instance until it is removed.
 
     A copy or a pickle of a cached model is a bare model: a module that is asked for its state leaves the hook out. What
-    copies attributes in its own way gets the original `forward` for the hook.
+    copies attributes in its own way gets the original `forward` for the hook. It has no `__dict__`, since wrappers of
+    others copy that of what they wrap, and would hold the engine.
     """
+
+    __slots__ = ("__weakref__", "_run", "_state", "module", "original", "own", "owner")
 
     def __init__(self, module: nn.Module, run: Callable[[Callable[..., Any], Any, Any], Any], owner: object) -> None:
         """Install on `module`; `run(original, args, kwargs)` is called in its place."""
