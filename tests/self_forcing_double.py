@@ -7,6 +7,7 @@ used. The loops around them are those of the public pipelines, boiled down.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ WIDTH, HEADS, DEPTH, CHANNELS, TEXT = 32, 2, 5, 4, 8
 SIZE = 4  # height and width of a latent frame; patches of 2 make 4 tokens of it
 CELLS = (SIZE // 2) ** 2
 FRAMES = 3  # of a chunk
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Calls = Generator[Call, Tensor, Tensor]
 STEPS = (1000.0, 937.5, 833.25, 625.0)
 
 
@@ -482,21 +485,27 @@ class Loop:
                 kv["global_end_index"], kv["local_end_index"] = index(), index()
         self.frame = self.chunk = 0
 
-    def call(self, x: Tensor, t: float | Tensor) -> Tensor:
+    def inputs(self, x: Tensor, t: float | Tensor) -> Call:
+        """Arguments of the model."""
+        kv = {"kv_cache": self.kv, "crossattn_cache": self.cross, "current_start": self.frame * CELLS}
         t = t if isinstance(t, Tensor) else torch.full((1, x.shape[2]), t)
-        return self.model(
-            x,
-            t=t,
-            context=self.prompt,
-            seq_len=32760,
-            kv_cache=self.kv,
-            crossattn_cache=self.cross,
-            current_start=self.frame * CELLS,
-            **self.more(x),
-        )
+        return (x,), {"t": t, **kv, **self.conditions(x)}
 
-    def more(self, x: Tensor) -> dict[str, Any]:
-        return {}
+    def conditions(self, x: Tensor) -> dict[str, Any]:
+        return {"context": self.prompt, "seq_len": 32760}
+
+    def call(self, x: Tensor, t: float | Tensor) -> Tensor:
+        args, kwargs = self.inputs(x, t)
+        return self.model(*args, **kwargs)
+
+    def drive(self, calls: Calls) -> Tensor:
+        """Make the calls that are wanted."""
+        try:
+            args, kwargs = next(calls)
+            while True:
+                args, kwargs = calls.send(self.model(*args, **kwargs))
+        except StopIteration as end:
+            return end.value
 
     def noise(self, step: int, frames: int) -> Tensor:
         """Of a step: fresh, or the same in every chunk."""
@@ -509,10 +518,13 @@ class Loop:
         self.frame += latent.shape[2]
 
     def denoise(self, frames: int = FRAMES) -> Tensor:
+        return self.drive(self.denoising(frames))
+
+    def denoising(self, frames: int = FRAMES) -> Calls:
         x = self.noise(0, frames)
         clean = x
         for step, t in enumerate(self.steps):
-            clean = x - t / 1000 * self.call(x, t)
+            clean = x - t / 1000 * (yield self.inputs(x, t))
             if step + 1 < len(self.steps):
                 sigma = self.steps[step + 1] / 1000
                 x = (1 - sigma) * clean + sigma * self.noise(step + 1, frames)
@@ -523,8 +535,11 @@ class Loop:
 
     def step_chunk(self, frames: int = FRAMES) -> Tensor:
         """One chunk."""
-        clean = self.denoise(frames)
-        self.commit(clean)
+        return self.drive(self.one_chunk(frames))
+
+    def one_chunk(self, frames: int = FRAMES) -> Calls:
+        clean = yield from self.denoising(frames)
+        yield self.inputs(clean, float(self.context_noise))
         self.frame += frames
         self.chunk += 1
         return clean
@@ -546,8 +561,8 @@ class CausVidLoop(Loop):
     def __init__(self, model: CausalWanModel, **settings: Any) -> None:
         super().__init__(model, indices=False, window=24, **settings)
 
-    def more(self, x: Tensor) -> dict[str, Any]:
-        return {"current_end": (self.frame + x.shape[2]) * CELLS}
+    def conditions(self, x: Tensor) -> dict[str, Any]:
+        return {**super().conditions(x), "current_end": (self.frame + x.shape[2]) * CELLS}
 
 
 class LongLive1Loop(Loop):
@@ -577,21 +592,16 @@ class GameLoop(Loop):
     def state(self) -> list[Tensor]:
         return [*super().state(), *(v.clone() for kv in self.kv_mouse for v in kv.values())]
 
-    def call(self, x: Tensor, t: float | Tensor) -> Tensor:
+    def conditions(self, x: Tensor) -> dict[str, Any]:
         until = 1 + 4 * (self.frame + x.shape[2] - 1)
-        return self.model(
-            x,
-            t=torch.full((1, x.shape[2]), t),
-            visual_context=self.prompt,
-            cond_concat=torch.zeros_like(x),
-            mouse_cond=self.mouse[:, :until],
-            keyboard_cond=self.keys[:, :until],
-            kv_cache=self.kv,
-            kv_cache_mouse=self.kv_mouse,
-            kv_cache_keyboard=self.kv_mouse,
-            crossattn_cache=self.cross,
-            current_start=self.frame * CELLS,
-        )
+        return {
+            "visual_context": self.prompt,
+            "cond_concat": torch.zeros_like(x),
+            "mouse_cond": self.mouse[:, :until],
+            "keyboard_cond": self.keys[:, :until],
+            "kv_cache_mouse": self.kv_mouse,
+            "kv_cache_keyboard": self.kv_mouse,
+        }
 
 
 class KreaLoop(Loop):
@@ -601,16 +611,16 @@ class KreaLoop(Loop):
         super().__init__(model, window=6, steps=(1000.0, 750.0, 0.0), **settings)
         self.past: Tensor | None = None
 
-    def step_chunk(self, frames: int = FRAMES) -> Tensor:
+    def one_chunk(self, frames: int = FRAMES) -> Calls:
         for kv in self.kv:
             kv["k"].zero_(), kv["v"].zero_()
             kv["global_end_index"].zero_(), kv["local_end_index"].zero_()
         if self.past is not None:
             self.frame = frames
             self.model.block_mask = object()
-            self.call(self.past, 0.0)
+            yield self.inputs(self.past, 0.0)
             self.model.block_mask = None
         self.encoded = self.state()
-        self.past = self.denoise(frames)
+        self.past = yield from self.denoising(frames)
         self.chunk += 1
         return self.past

@@ -30,6 +30,8 @@ from self_forcing_double import (
 from torch import Tensor, nn
 
 from rollcache import Action, C3ache, Pass, Reason, Role, RollcacheError, StepReuse, WindowReuse, XCache, enable
+from rollcache.adapters import find, register
+from rollcache.adapters.check import check_adapter
 from rollcache.adapters.self_forcing import ADAPTER, embedding, kind, latent, modulated, self_forcing
 from rollcache.adapters.spec import Adapter
 
@@ -89,6 +91,20 @@ def new_kv_rows(loop: Loop) -> list[tuple[Tensor, Tensor]]:
             (kv["k"][:, stop - FRAMES * CELLS : stop].clone(), kv["v"][:, stop - FRAMES * CELLS : stop].clone())
         )
     return rows
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_what_the_adapter_says_is_held_against_what_is_seen(name: str) -> None:
+    model, make = RELATIVES[name]()
+
+    def make_inputs() -> Iterator[Any]:
+        loop = make(model, shared_noise=True)
+        for _ in range(4):
+            yield from loop.one_chunk()
+
+    report = check_adapter(model, make_inputs, adapter=self_forcing())
+    report.raise_for_failures()
+    assert report["K/V after skipped passes"].status == "passed"
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -271,6 +287,31 @@ def test_a_generation_that_was_left_in_the_middle_of_a_chunk_is_not_gone_on_with
         loop.denoise()  # left in chunk 0
         loop.reset()
         assert first_chunk_is_exact(cache, loop, passes)
+
+
+@pytest.mark.parametrize("name", ["window", "CausVid"])
+@pytest.mark.parametrize("left", [True, False])
+def test_a_single_chunk_may_be_followed_by_given_frames_or_by_another_strength(name: str, left: bool) -> None:
+    """Nothing but a second clean pass, a K/V index that goes back or a timestep that rises tells the generations."""
+    model, make = RELATIVES[name]()
+    passes: list[Pass] = []
+    with enable(model, EAGER, adapter=watched(self_forcing(fresh_noise=False), passes)) as cache:
+        loop = make(model, shared_noise=True)
+        loop.denoise() if left else loop.run(1)
+        loop.reset()
+        if left and name == "CausVid":
+            assert first_chunk_is_exact(cache, loop, passes)
+            return
+        loop.prefill(noise_like(1))
+        assert passes[-1].role is Role.PREFILL
+        assert first_chunk_is_exact(cache, loop, passes)
+    model, make = RELATIVES[name]()
+    with enable(model, EAGER, adapter=watched(self_forcing(fresh_noise=False), passes)):
+        loop = make(model, shared_noise=True)
+        loop.run(1)
+        loop.frame, loop.steps = 0, (500.0, 250.0)
+        loop.run(1)
+    assert said(passes[-8:]) == [*chunks(0, 1), ("d", 0, 0), ("d", 0, 1), ("c", 0, 1)]
 
 
 def test_new_kv_are_a_rollout_of_their_own_and_take_the_place_of_those_that_are_gone() -> None:
@@ -461,6 +502,25 @@ def test_relatives_are_told_apart_by_what_their_code_takes_and_others_are_refuse
         enable(Rolling(), XCache(), adapter=ADAPTER)
     with pytest.raises(RollcacheError, match="Other has no _forward_inference"):
         enable(Other(), XCache(), adapter=ADAPTER)
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_enable_finds_the_adapter_by_what_the_model_looks_like(name: str) -> None:
+    model = RELATIVES[name]()[0]
+    if type(model) is not CausalWanModel:  # in the public repositories all of them have this name
+        model.__class__ = type("CausalWanModel", (type(model),), {})
+    assert find(model) is ADAPTER
+
+
+def test_models_that_are_refused_say_why_and_where_to_read_on() -> None:
+    for name, source, reason in (
+        ("VideoDiTModel", "magi", "four noise levels in one pass"),
+        ("HunyuanVideo_1_5_DiffusionTransformer", "worldplay", "its exact passes cost as much"),
+    ):
+        model_class = type(name, (nn.Module,), {})
+        register(model_class, f"rollcache.adapters.refused:{source}")
+        with pytest.raises(RollcacheError, match=f"{name} .*{reason}.*docs/backbones/refused.md"):
+            enable(model_class(), XCache())
 
 
 def test_krea_begins_a_chunk_with_the_past_encoded_anew_and_its_last_step_is_no_commit() -> None:

@@ -151,8 +151,9 @@ class Locator:
             )
         if isinstance(start, bool) or not isinstance(start, int):
             raise RollcacheError(
-                f"current_start= must be an integer, the first token of the chunk, got {type(start).__name__}; with one "
-                "per row, as in StreamDiffusionV2, chunks cannot be told apart: see docs/backbones/refused.md."
+                "current_start= must be an integer, the first token of the chunk, got "
+                f"{type(start).__name__}; with one per row, as in StreamDiffusionV2, chunks cannot be told apart: see "
+                "docs/backbones/refused.md."
             )
         levels = _levels(_argument(args, kwargs, 1, "t"))
         slot, track = self._track(model, kv)
@@ -263,7 +264,8 @@ def _prompt(track: _Track, args: Args, kwargs: Kwargs) -> tuple[Condition, ...]:
         return ()
     now = tuple(context)
     if len(now) != len(track.prompt) or not all(
-        a.shape == b.shape and a.device == b.device and torch.equal(a, b) for a, b in zip(now, track.prompt, strict=True)
+        a.shape == b.shape and a.device == b.device and torch.equal(a, b)
+        for a, b in zip(now, track.prompt, strict=True)
     ):
         track.prompts += 1
         track.prompt = tuple(c.detach().clone() for c in now)
@@ -281,7 +283,7 @@ def _actions(model: Any, frames: int, kwargs: Kwargs) -> tuple[Condition, ...]:
     modules = (getattr(block, "action_model", None) for block in model.blocks)
     module = next((m for m in modules if m is not None), None)
     if module is None:
-        raise RollcacheError("the model was called with mouse_cond= or keyboard_cond=, but no block has an action_model.")
+        raise RollcacheError("mouse_cond= or keyboard_cond= was given, but no block has an action_model.")
     rows = module.vae_time_compression_ratio * (frames - 1 + module.windows_size) + 1
     conditions = []
     for name, (value, scale) in given.items():
