@@ -27,9 +27,19 @@ def fsc(setup: Setup) -> FSC:
 
 
 def methods(setup: Setup) -> list[Method]:
-    """FSC itself."""
+    """FSC as published, and with what was measured here: anchors even in noise level, C0 along lines."""
     base = fsc(setup)
-    return [Method(key="fsc", label="FSC", make=lambda r: replace(base, risk_scale=r), knob=SCALE)]
+    anchors = schedules.even_in_sigma(setup.sigmas, len(base.exact))
+    placed = replace(base, warmup=1, at=anchors[1:], order=1)
+    return [
+        Method(key="fsc", label="FSC", make=lambda r: replace(base, risk_scale=r), knob=SCALE),
+        Method(
+            key="fsc-sigma",
+            label="FSC, even in sigma, lines",
+            make=lambda r: replace(placed, risk_scale=r),
+            knob=SCALE,
+        ),
+    ]
 
 
 def ablations(setup: Setup) -> list[Method]:
