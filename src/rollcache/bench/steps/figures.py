@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rollcache.bench.report.style import PALETTE, drawing
-from rollcache.bench.steps.tables import Row
+from rollcache.bench.steps.tables import SAVES, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +32,7 @@ def frontier(rows: Sequence[Row], metric: str) -> Figure:
         rows: of the methods, see `tables.rows`.
         metric: "psnr" or "ssim".
     """
+    rows = [r for r in rows if r.predicted > SAVES]
     psnr = {key: [r.psnr for r in rows if r.key == key] for key in dict.fromkeys(r.key for r in rows)}
     labels = {r.key: r.label for r in rows}
     middle = statistics.median(r.psnr for r in rows)

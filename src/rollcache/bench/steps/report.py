@@ -71,7 +71,7 @@ def _page(
     lines = ["# Methods across the steps of a chunk, at matched speed", "", _about(study, methods or ablations), ""]
     for target in dict.fromkeys(r.target for r in methods):
         lines += [f"## At {target:.2f}x", "", tables.markdown(tables.ordered(methods, target), shown), ""]
-        if notes := [f"- {r.label}: {r.note}." for r in tables.ordered(methods, target) if r.note]:
+        if notes := [f"- {r.label}: {r.note}." for r in methods if r.target == target and r.note]:
             lines += ["Not at the target:", "", *notes, ""]
     if methods:
         lines += ["![PSNR against speed](psnr-speed.png)", "", "![SSIM against speed](ssim-speed.png)", ""]
