@@ -61,7 +61,7 @@ def make(pipe: Any, partition: list[int] = PARTITION, seed: int = 0, **changes: 
 
 
 def enable(pipe: Any, policy: Any) -> rollcache.Cache:
-    return rollcache.enable(pipe.transformer, policy, adapter=adapter(pipe.transformer))
+    return rollcache.enable(pipe.transformer, policy)
 
 
 @pytest.fixture(scope="module")

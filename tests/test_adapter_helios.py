@@ -51,7 +51,7 @@ def make(pipe: Any, chunks: int = 2, seed: int = 0, **changes: Any) -> Tensor:
 
 
 def enable(pipe: Any, policy: Any) -> rollcache.Cache:
-    return rollcache.enable(pipe.transformer, policy, adapter=adapter(pipe.transformer))
+    return rollcache.enable(pipe.transformer, policy)
 
 
 def test_a_cache_that_never_skips_changes_nothing(pipe: Any) -> None:
@@ -144,6 +144,14 @@ def test_methods_across_steps_run_on_it(pipe: Any, policy: Any) -> None:
         made = make(pipe, 1, num_inference_steps=4)
     assert torch.isfinite(made).all()
     assert {d.action for d in done(handle)} > {"compute"}
+
+
+def test_repairing_every_token_keeps_only_the_history_of_the_last_computed_pass(pipe: Any) -> None:
+    """What the chunk adds is fresh; the history has no grid, so that its tokens are replayed and read by nobody."""
+    bare = make(pipe, 1)
+    with enable(pipe, Script(repaired=(1, 2), backend="refresh")) as handle:
+        assert torch.allclose(make(pipe, 1), bare, atol=1e-4)
+    assert [d.action for d in done(handle) if d.branch == "cond"] == ["compute", "repair", "repair"]
 
 
 def test_every_stage_of_a_pyramid_is_a_chunk_with_tokens_of_its_own(pipe: Any) -> None:

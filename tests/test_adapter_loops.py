@@ -117,7 +117,7 @@ class Owner:
 
 def test_a_cache_of_keys_and_values_is_one_generation_and_its_chunks_are_those_that_are_named() -> None:
     it, first, second = loop(), Owner(), Owner()
-    assert it.owned_by(first) and not it.owned_by(first)
+    it.owned_by(first)
     assert [at(it, v, chunk=n)[:2] for v, n in ((900.0, 4), (500.0, 4), (900.0, 5), (900.0, 5), (500.0, 6))] == [
         (0, 0),
         (0, 1),
@@ -127,10 +127,14 @@ def test_a_cache_of_keys_and_values_is_one_generation_and_its_chunks_are_those_t
     ]
     assert it.chunk == 2
     assert at(it, 300.0, chunk=5)[:2] == (0, 0), "an earlier chunk: nothing of later ones may be reused"
-    assert it.owned_by(second)
-    assert at(it, 100.0, chunk=9)[:2] == (0, 0)
+    assert at(it, 100.0, chunk=5)[:2] == (0, 1)
+    it.owned_by(first)
+    assert at(it, 90.0, chunk=5)[:2] == (0, 2), "the same cache"
+    it.owned_by(second)
+    assert at(it, 80.0, chunk=5)[:2] == (0, 0), "another one"
     del second
-    assert it.owned_by(Owner()), "a new object where a dead one was"
+    it.owned_by(Owner())
+    assert at(it, 70.0, chunk=5)[:2] == (0, 0), "a new one where a dead one was"
 
 
 def test_generations_do_not_nest_and_need_a_loop_that_counts() -> None:

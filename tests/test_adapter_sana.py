@@ -59,7 +59,7 @@ def make(pipe: Any, frames: int = 10, seed: int = 0, prompt: str = "drive", **ch
 
 
 def enable(pipe: Any, policy: Any) -> rollcache.Cache:
-    return rollcache.enable(pipe.transformer, policy, adapter=adapter(pipe.transformer))
+    return rollcache.enable(pipe.transformer, policy)
 
 
 @pytest.mark.parametrize("frames", [4, 10, 12])  # the last has a shorter block at the end

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -61,7 +64,7 @@ def make(pipe: Any, seed: int = 0, **changes: Any) -> Tensor:
 
 
 def enable(pipe: Any, policy: Any) -> rollcache.Cache:
-    return rollcache.enable(pipe.transformer, policy, adapter=adapter(pipe.transformer))
+    return rollcache.enable(pipe.transformer, policy)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -393,6 +396,33 @@ def test_an_attention_that_is_not_known_is_not_repaired(pipe: Any) -> None:
             make(pipe)
     finally:
         pipe.transformer.blocks[1].attn1.processor = own
+
+
+def test_tokens_are_repaired_in_the_precision_of_the_model(pipe: Any) -> None:
+    model = deepcopy(pipe.transformer).to(torch.bfloat16)
+    call = {k: v.bfloat16() if torch.is_tensor(v) and v.ndim > 2 else v for k, v in window(pipe, 0).items()}
+    later = {**call, "timestep": call["timestep"] - 50}
+    with torch.no_grad():
+        bare = model(**later)[0]
+        with rollcache.enable(model, Script(repaired=(1,))) as handle:
+            model(**call)
+            assert torch.equal(model(**later)[0], bare)
+    assert [d.action for d in done(handle)] == ["compute", "repair"]
+
+
+def test_keys_and_values_are_given_back_when_the_cache_goes(pipe: Any) -> None:
+    with enable(pipe, Script(repaired=(1,))) as handle:
+        make(pipe)
+        kept = [
+            ref(t)
+            for o in handle._engine.rollouts.values()
+            for s in o.stacks.values()
+            for kv in s.slots.values()
+            for t in kv
+        ]
+        assert kept and all(k() is not None for k in kept)
+    gc.collect()
+    assert not any(k() is not None for k in kept)
 
 
 def test_fused_projections_are_repaired_as_well(pipe: Any) -> None:

@@ -19,7 +19,7 @@ from rollcache.passes import Pass, Role, RollcacheError
 def adapter(model: Any) -> Adapter:
     """The adapter of one `SanaWMLTX2RefinerTransformer3DModel`; it counts the model's calls."""
     loop = Loop(model)
-    captured = 0
+    captured = 0  # passes so far: between two of them is a chunk
 
     def locate(model: Any, args: Args, kwargs: Kwargs) -> Pass:
         nonlocal captured
@@ -29,8 +29,7 @@ def adapter(model: Any) -> Adapter:
                 "the refiner was called without kv_cache= and kv_cache_mode=, from which chunks and commits are told: "
                 "pass them, or disable the cache."
             )
-        if loop.owned_by(cache):
-            captured = 0
+        loop.owned_by(cache)
         if mode == "capture_pre_rope":
             return Pass(role=Role.PREFILL, chunk=loop.chunk)
         if mode == "inject_and_capture_post_rope":

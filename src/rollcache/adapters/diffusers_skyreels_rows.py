@@ -73,14 +73,16 @@ class _Tap:
         attn.processor = self
 
     def remove(self) -> None:
-        """Give the place back."""
+        """Give the place back, and hold on to no K and V."""
         if self._attn.processor is self:
             self._attn.processor = self._own
+        self._slots = {}
 
     def __call__(self, attn: Any, hidden: Tensor, text: None, mask: Tensor | None, rotary: Rotary) -> Tensor:
+        slots = self._slots
         self.remove()
         q, k, v = _project(attn, hidden, rotary)
-        self._slots[self._index] = (k, v)
+        slots[self._index] = (k, v)
         return _attend(attn, self._own, q, k, v, mask)
 
 

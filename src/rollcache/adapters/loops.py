@@ -133,13 +133,11 @@ class Loop:
         """Index of the chunk under way in its generation, 0 before the first."""
         return max(0, self._chunk)
 
-    def owned_by(self, owner: object) -> bool:
-        """The generation under way is that of a K/V cache. Whether this object is another one, and begins another."""
-        if self._owner is not None and self._owner() is owner:
-            return False
-        self._forget()
-        self._owner = ref(owner)
-        return True
+    def owned_by(self, owner: object) -> None:
+        """The generation under way is that of a K/V cache; another object begins another generation."""
+        if self._owner is None or self._owner() is not owner:
+            self._forget()
+            self._owner = ref(owner)
 
     @contextmanager
     def generation(self, steps: int | None) -> Iterator[None]:
