@@ -1,7 +1,7 @@
 """Self-Forcing under a cache, in its own code: `python examples/self_forcing.py --repo ~/Self-Forcing`.
 
-Runs the `CausalInferencePipeline` of a checkout of https://github.com/guandeh17/Self-Forcing, bare and under several
-methods, and prints what each left out and how far its latents are from the bare ones. Without `--weights` the
+Runs the `CausalInferencePipeline` of a checkout of guandeh17/Self-Forcing (or thu-ml/Causal-Forcing), bare and under
+several methods, and prints what each left out and how far its latents are from the bare ones. Without `--weights` the
 transformer is small and random, text encoder and VAE are left out, and `--cpu` puts PyTorch's attention in the place of
 FlashAttention: that shows that the K/V are kept right and what is skipped, and says nothing about pictures.
 """
@@ -56,7 +56,12 @@ def main() -> None:
         cache = None
         if policy is not None:
             cache = rollcache.enable(model, policy, adapter=self_forcing(fresh_noise=not args.shared_noise))
-        with cache or contextlib.nullcontext(), contextlib.redirect_stdout(io.StringIO()):
+        silent = io.StringIO()  # their progress
+        with (
+            cache or contextlib.nullcontext(),
+            contextlib.redirect_stdout(silent),
+            contextlib.redirect_stderr(silent),
+        ):
             latents = pipeline.inference(noise, prompt, return_latents=True)[1]
         kv = [value.clone() for block in pipeline.kv_cache1 for value in block.values()]
         return latents.float(), kv, cache
@@ -74,7 +79,7 @@ def main() -> None:
         say = "bit-equal" if equal else f"differ, indices {'equal' if indices else 'DIFFER'}"
         print(f"{name:<26}{stats.skip_rate:>9.1%}{error:>16.4f}   {say}")
     passes = ", ".join(f"{number} {role}" for role, number in stats.passes.items())
-    print(f"\nPasses of each run: {passes}. Skipped: of the block evaluations of denoise passes after chunk 0.")
+    print(f"\nPasses of each run: {passes}. Skipped: of the block evaluations of denoise passes after warm-up.")
 
 
 def parse() -> argparse.Namespace:
