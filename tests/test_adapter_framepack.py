@@ -202,7 +202,6 @@ def test_methods_across_steps_run_on_it(pipe: Any, policy: Any) -> None:
     assert {d.action for d in done(handle)} > {"compute"}
 
 
-@pytest.mark.xfail(raises=ValueError, reason="BlockIO.emit leaves out the encoder stream after a repair by refresh")
 def test_repairing_every_token_is_computing(pipe: Any) -> None:
     bare = make(pipe, 1)
     with enable(pipe, Script(repaired=(1, 2), backend="refresh")) as handle:

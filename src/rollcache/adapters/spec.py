@@ -103,10 +103,10 @@ class BlockIO:
         given = _argument(self.hidden, args, kwargs)
         tensors = self.gated(streams)
         hidden = tensors[0] if isinstance(given, Tensor) else type(given)(tensors)
-        if self.returns == "hidden" or aux is _ALONE:
+        if self.returns == "hidden":
             return hidden
         if self.returns == "hidden, aux":
-            return hidden, aux
+            return hidden if aux is _ALONE else (hidden, aux)
         return (hidden, streams[-1]) if self.returns == "hidden, encoder" else (streams[-1], hidden)
 
 
