@@ -75,6 +75,10 @@ _BY_STRUCTURE: dict[Structure, Source] = {
         parameters=("kv_cache", "current_start"),
         method="_forward_inference",
     ): "rollcache.adapters.self_forcing",
+    Structure(class_name="VideoDiTModel", attributes=("videodit_blocks.layers",)): "rollcache.adapters.refused:magi",
+    Structure(
+        class_name="HunyuanVideo_1_5_DiffusionTransformer", attributes=("double_blocks", "action_in")
+    ): "rollcache.adapters.refused:worldplay",
 }
 
 
