@@ -390,3 +390,68 @@ def test_chosen_tokens_are_where_the_layout_says(data: st.DataObject, frames: in
                 mine = [r - base for r in rows.tolist() if base <= r < base + segment.cells]
                 wanted = part[v, f].topk(max(1, round(0.5 * segment.cells))).indices.sort().values.tolist()
                 assert sorted(mine) == wanted
+
+
+def test_nothing_is_predicted_from_both_sides_of_a_change_of_conditions() -> None:
+    model = doubling(1)
+    action = torch.zeros(1)
+    policy = StepReuse(steps=6, anchors=(0, 1, 3), order=1)
+    handle = rollcache.enable(model, policy, blocks=list(model.blocks))
+    with torch.no_grad(), handle.rollout(), handle.chunk(conditions=[Condition("action", action)]):
+        for t, x in enumerate(filled(1, 2, 4, 8, 16, 32)):
+            action.fill_(float(t >= 3))
+            handle.step(time=1 - t / 6)
+            model(x)
+    actions = [str(r.action) for r in handle.trace]
+    assert actions == ["compute", "compute", "predict", "compute", "replay", "replay"]
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_noise_level_that_is_no_number_computes(order: int) -> None:
+    model = doubling(1)
+    handle = rollcache.enable(model, StepReuse.uniform(8, 4, order=order), blocks=list(model.blocks))
+    with torch.no_grad(), handle.rollout(), handle.chunk():
+        for t in range(8):
+            handle.step(time=math.nan if t > 2 else 1 - t / 8)
+            assert torch.isfinite(model(torch.ones(1, 6, 2))).all()
+    assert Reason.NOT_FINITE in {r.reason for r in handle.trace}
+
+
+def test_steps_out_of_order_are_refused() -> None:
+    model = doubling(1)
+    handle = rollcache.enable(model, StepReuse.uniform(8, 3), blocks=list(model.blocks))
+    with torch.no_grad(), handle.rollout(), handle.chunk():
+        handle.step(5)
+        model(torch.ones(1, 1, 1))
+        handle.step(2)
+        with pytest.raises(RollcacheError, match=r"step 2 of chunk 0 comes after step 5 \(cond\): StepReuse needs"):
+            model(torch.ones(1, 1, 1))
+
+
+def test_fewer_steps_are_told_whatever_chunk_they_come_in() -> None:
+    for lengths in ((8, 5, 8), (8, 8, 5, 5), (5, 5)):
+        with pytest.raises(RollcacheError, match=f"chunk {lengths.index(5)} had 5"):
+            run(StepReuse.uniform(8, 3), [filled(*range(1, n + 1)) for n in lengths], doubling(1))
+
+
+def test_methods_that_look_refuse_hidden_states_that_are_lists_or_have_more_dimensions() -> None:
+    def rule(e: StackEvidence) -> Decision:
+        return Decision(Action.REPLAY, Reason.STEADY, drift=float(e.hidden.sum()))
+
+    with pytest.raises(RollcacheError, match=r"Scripted looks at the hidden state, which must be one tensor"):
+        run(Scripted(rule), [[torch.ones(1, 2, 3, 4)] * 2], doubling(1))
+    out, _ = run(StepReuse(steps=2, anchors=(0,)), [[torch.ones(1, 2, 3, 4)] * 2], doubling(1))
+    assert float(out[1].mean()) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float8_e4m3fn, "float16"])
+def test_a_storage_dtype_that_cannot_hold_residuals_is_refused(dtype: Any) -> None:
+    model = doubling(1)
+    with pytest.raises(RollcacheError, match="storage_dtype must be"):
+        rollcache.enable(model, StepReuse.uniform(2, 1), blocks=list(model.blocks), storage_dtype=dtype)
+
+
+def test_frames_that_a_window_does_not_have_are_refused() -> None:
+    for frame in (2, -1):
+        with pytest.raises(RollcacheError, match="of a window of 2"):
+            Tokens.whole_frames((frame,), GRID)

@@ -73,6 +73,14 @@ def test_schedules_that_cannot_be_are_refused(settings: dict[str, object], messa
         StepReuse(**settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "changes", [{"tail": (60,)}, {"tail": (-3,)}, {"end": 2.0}, {"exponent": -1.0}, {"end": float("nan")}]
+)
+def test_schedules_past_the_last_step_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="tail step|end must be"):
+        StepReuse.dense_to_sparse(50, **changes)  # type: ignore[arg-type]
+
+
 def test_more_exact_steps_than_there_are_is_an_error() -> None:
     with pytest.raises(ValueError, match="cannot place 16 exact steps"):
         StepReuse.dense_to_sparse(12, 6, 10)

@@ -257,6 +257,8 @@ def enable(
         raise TypeError(f"enable() takes the settings of a method, e.g. XCache(), got {policy!r}.")
     if reduce is not None and memory_budget is not None:
         raise RollcacheError("memory_budget= with reduce= could make ranks store different cells, and then disagree.")
+    if storage_dtype is not None and storage_dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        raise RollcacheError(f"storage_dtype must be float16, bfloat16, float32 or float64, got {storage_dtype}.")
     if memory_budget is not None:
         check_count("memory_budget", memory_budget)
     check_count("max_rollouts", max_rollouts, 1)

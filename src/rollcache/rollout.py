@@ -107,6 +107,7 @@ class Rollout:
         begins = self.begins(where)
         if begins:
             self._begin(where, weights())
+        self._check_order(where)
         self._visited.add((where.branch, where.step))
         return begins
 
@@ -124,13 +125,14 @@ class Rollout:
             )
         if self._weights != weights:
             self.clear("the weights changed")
+        if self.outer is not None and self.outer.across == "steps":
+            self._check_steps()
         if self._visited and self.ordinal >= 0:
             if self._schedule is not None and self._schedule != self._visited:
                 self.clear("the steps or branches of a chunk changed")
             else:
                 self._schedule = self._visited
         if self.outer is not None and self.outer.across == "steps":
-            self._check_steps()
             for row in self.stacks.values():
                 row.forget()
             self.streak.clear()
@@ -138,6 +140,17 @@ class Rollout:
         self._visited = set()
         self.chunk = where.chunk
         self.ordinal += 1
+
+    def _check_order(self, where: Pass) -> None:
+        """Across the steps of a chunk, a residual is for later steps."""
+        if self.outer is None or self.outer.across != "steps":
+            return
+        later = [step for branch, step in self._visited if branch == where.branch and step >= where.step]
+        if later:
+            raise RollcacheError(
+                f"step {where.step} of chunk {where.chunk} comes after step {max(later)} ({where.branch}): "
+                f"{self.outer.name} needs the steps of a chunk in order."
+            )
 
     def _check_steps(self) -> None:
         """The chunk that ended had as many steps as the method is set up for."""

@@ -127,7 +127,7 @@ class StackRow:
     def forget(self) -> None:
         """Forget what was stored; the buffers stay for what comes."""
         self._free += [p.residual for p in self.past]
-        self.past, self.complete = [], False
+        self.past, self.slots, self.complete = [], {}, False
 
     def drop(self) -> None:
         """Forget everything and give the bytes back."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from math import isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -201,9 +202,10 @@ class StackWalk:
             return _REQUIRED
         if not self.row.past:
             return _NOTHING_STORED
-        if policy.across == "steps" and self.where.conditions:
+        if policy.across == "steps" and (self.where.conditions or self.row.past[0].snapshot.conditions):
             distance = self.evidence.moved.distance
             if distance != 0:
+                self.row.forget()  # nothing may be predicted from both sides of a change
                 reason = Reason.CONDITION if distance == distance else Reason.NOT_FINITE
                 return Decision(Action.COMPUTE, reason, condition_distance=distance)
         decision = policy.decide(self.cell, self.evidence)
@@ -211,6 +213,8 @@ class StackWalk:
             return decision
         if decision.action is Action.REPAIR and self.policy.backend == "sparse" and not self.row.complete:
             return decision._replace(action=Action.COMPUTE, reason=Reason.NO_ROOM, tokens=None)
+        if not all(map(isfinite, decision.weights)):
+            return _NOT_FINITE
         if len(decision.weights) > len(self.row.past):
             raise RollcacheError(
                 f"{policy.name} combines {len(decision.weights)} residuals, {len(self.row.past)} are stored."
@@ -324,6 +328,12 @@ class StackWalk:
 
     def _show(self, hidden: Hidden, name: str) -> Tensor:
         """What a policy asked to see."""
+        if name != "latent" and (len(self.io.gated(hidden)) > 1 or hidden[0].ndim != 3):
+            shapes = [list(h.shape) for h in self.io.gated(hidden)]
+            raise RollcacheError(
+                f"{self.policy.name} looks at the hidden state, which must be one tensor [B, L, C]; here it is "
+                f"{shapes}. Use a method that does not look, such as StepReuse."
+            )
         adapter, (args, kwargs) = self.engine.adapter, self.block_call
         first = self.engine.blocks[self.stack.start]
         if self.before and self.before is not hidden:  # block 0 wrote over what it was called with

@@ -28,7 +28,16 @@ class Tokens:
 
     @classmethod
     def whole_frames(cls, frames: tuple[int, ...], segments: tuple[Segment, ...]) -> Tokens:
-        """All cells of some latent frames."""
+        """All cells of some latent frames.
+
+        Raises:
+            RollcacheError: a frame that the window does not have.
+        """
+        count = min(s.grid[0] for s in segments)
+        if not all(0 <= frame < count for frame in frames):
+            raise RollcacheError(
+                f"latent frames {frames} of a window of {count}: Pass.frame or the segments are wrong."
+            )
         return cls(frames, (None,) * len(segments))
 
     @classmethod

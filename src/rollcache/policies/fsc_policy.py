@@ -162,7 +162,8 @@ class FSCPolicy(StackPolicy):
         if share >= 1:
             return Decision(Action.COMPUTE, reason, drift=risk, limit=limit, level="Full")
         if level == 0:
-            weights = (1.0,) if state.repaired else over_levels(f"FSC(order={self.config.order})", evidence)
+            alone = state.repaired or not self.config.order
+            weights = (1.0,) if alone else over_levels(f"FSC(order={self.config.order})", evidence)
             action = Action.PREDICT if len(weights) > 1 else Action.REPLAY
             return Decision(action, reason, drift=risk, limit=limit, weights=weights, level=name)
         segments = evidence.where.segments

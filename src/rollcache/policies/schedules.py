@@ -34,7 +34,12 @@ def dense_to_sparse(
         tail: further steps after E.
     """
     _check(steps, warmup, warmup + anchors + len(tail))
+    if not 0 < end <= 1 or not exponent > 0:
+        raise ValueError(f"end must be in (0, 1] and exponent above 0, got {end} and {exponent}.")
     last = int(end * (steps - 1))
+    for step in tail:
+        if not last < step < steps:
+            raise ValueError(f"tail step {step} does not lie after the last anchor, {last}, and before step {steps}.")
     found = [round(warmup + (last - warmup) * (k / max(anchors - 1, 1)) ** exponent) for k in range(anchors)]
     return _rising([*range(warmup), *found, *sorted(tail)], steps)
 
