@@ -77,7 +77,7 @@ def test_schedules_that_cannot_be_are_refused(settings: dict[str, object], messa
     "changes", [{"tail": (60,)}, {"tail": (-3,)}, {"end": 2.0}, {"exponent": -1.0}, {"end": float("nan")}]
 )
 def test_schedules_past_the_last_step_are_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="tail step|end must be"):
+    with pytest.raises(ValueError, match=r"tail step|end must be"):
         StepReuse.dense_to_sparse(50, **changes)  # type: ignore[arg-type]
 
 
