@@ -455,3 +455,9 @@ def test_frames_that_a_window_does_not_have_are_refused() -> None:
     for frame in (2, -1):
         with pytest.raises(RollcacheError, match="of a window of 2"):
             Tokens.whole_frames((frame,), GRID)
+
+
+def test_the_summary_leaves_out_what_a_probe_has_recorded() -> None:
+    probe = rollcache.MagnitudeProbe(steps=3)
+    _, handle = run(probe, [filled(1, 2, 3)] * 2, doubling(1))
+    assert probe.records and "MagnitudeProbe(steps=3)" in handle.summary() and "tensor" not in handle.summary()

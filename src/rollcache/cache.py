@@ -319,7 +319,7 @@ def _unseen(name: str) -> Tensor:
 
 def _written(policy: Any) -> str:
     """A policy as a user would write it: without the settings that are as they come."""
-    changed = [f for f in fields(policy) if getattr(policy, f.name) != f.default]
+    changed = [f for f in fields(policy) if f.repr and getattr(policy, f.name) != f.default]
     return f"{type(policy).__name__}({', '.join(f'{f.name}={getattr(policy, f.name)!r}' for f in changed)})"
 
 

@@ -343,7 +343,7 @@ class RiskProbe:
     """
 
     config: FSC = field(default_factory=FSC)
-    risks: list[float] = field(default_factory=list, compare=False)
+    risks: list[float] = field(default_factory=list, repr=False, compare=False)
 
     def build(self, blocks: int) -> RiskProbePolicy:
         """See `PolicyConfig.build`."""
