@@ -20,8 +20,8 @@ from rollcache.conditions import Moved, Snapshot
 from rollcache.decision import Reason, Trace
 from rollcache.fingerprint import Hidden, Sampler, Sampling
 from rollcache.passes import Pass, Role, RollcacheError, Segment
-from rollcache.policies.base import PolicyConfig, StackPolicy
-from rollcache.policies.stacked import StackedPolicy
+from rollcache.policies.base import PolicyConfig
+from rollcache.policies.stacked import split
 from rollcache.rollout import Rollout, log
 from rollcache.stack_walk import StackWalk, check_repairs
 from rollcache.store import Budget, Reduce
@@ -182,14 +182,14 @@ class Engine:
         self.recycles = False
         self.in_place: set[int] = set(range(self.depth)) if adapter.io.in_place else set()
         built = policy.build(self.depth)
-        outer = built.outer if isinstance(built, StackedPolicy) else built
-        if isinstance(outer, StackPolicy):
+        outer, _ = split(built)
+        if outer is not None:
             check_repairs(outer, adapter.sparse, model, reduce is not None)
             if self.required and outer.repairs and outer.backend == "sparse":
                 raise RollcacheError("tokens cannot be repaired alone where a block must always be computed for all.")
         self.spans = tuple(piece for span in built.spans for piece in _pieces(span, self.required))
         pieces = _pieces(range(self.depth), self.required)
-        if not self.spans or (isinstance(outer, StackPolicy) and len(pieces) != 1):
+        if not self.spans or (outer is not None and len(pieces) != 1):
             raise RollcacheError(
                 f"{type(policy).__name__} cannot be used with {type(model).__name__}, of whose {self.depth} blocks "
                 f"{sorted(self.required)} must always be computed: use a method that decides block by block."

@@ -11,7 +11,7 @@ import torch
 from rollcache.fingerprint import Hidden
 from rollcache.passes import Cell, Pass, RollcacheError, Segment
 from rollcache.policies.base import Policy, StackPolicy
-from rollcache.policies.stacked import StackedPolicy
+from rollcache.policies.stacked import split
 from rollcache.stack_store import StackRow
 from rollcache.store import Budget, Row
 
@@ -60,11 +60,7 @@ class Rollout:
     def __init__(self, policy: Policy, budget: Budget, dtype: torch.dtype | None) -> None:
         """Start empty."""
         self.policy = policy
-        stacked = isinstance(policy, StackedPolicy)
-        self.outer: StackPolicy | None = (
-            policy.outer if stacked else policy if isinstance(policy, StackPolicy) else None  # type: ignore[attr-defined]
-        )
-        self.inner: Policy | None = policy.inner if stacked else None if self.outer is not None else policy  # type: ignore[attr-defined]
+        self.outer, self.inner = split(policy)
         self.rows: dict[tuple[str, int], Row] = {}
         self.stacks: dict[tuple[str, int], StackRow] = {}
         self.aux: dict[tuple[str, int], Any] = {}

@@ -139,17 +139,6 @@ class StackRow:
         self.bytes -= count
 
     def _reserve(self, like: Hidden) -> Hidden | None:
-        wanted = bytes_of(like, self._dtype)
-        if not self._budget.admit(wanted):
-            return None
-        try:
-            with torch.inference_mode(False):
-                buffers = tuple(torch.empty(t.shape, dtype=self._dtype or t.dtype, device=t.device) for t in like)
-        except torch.OutOfMemoryError:
-            if self._budget.strict:
-                raise
-            self._budget.used -= wanted
-            self._budget.refused += 1
-            return None
-        self.bytes += wanted
+        buffers = self._budget.buffers(like, self._dtype)
+        self.bytes += 0 if buffers is None else bytes_of(buffers, None)
         return buffers

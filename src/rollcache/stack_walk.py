@@ -7,7 +7,6 @@ all blocks for the chosen tokens at block 0. Anything else lets the model run: b
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import isfinite
 from time import perf_counter
@@ -20,9 +19,10 @@ from rollcache.adapters.spec import Args, Kwargs, Slots
 from rollcache.conditions import Moved, Snapshot
 from rollcache.decision import Action, Decision, Reason
 from rollcache.fingerprint import Hidden
+from rollcache.pass_walk import PassWalk
 from rollcache.passes import Cell, Pass, RollcacheError
 from rollcache.policies.base import StackEvidence, StackPolicy
-from rollcache.rollout import Rollout, Signature
+from rollcache.rollout import Rollout
 from rollcache.walk import Walk
 from rollcache.witness import Witness
 
@@ -38,8 +38,8 @@ _NOTHING_STORED = Decision(Action.COMPUTE, Reason.NOTHING_STORED)
 _NOT_FINITE = Decision(Action.COMPUTE, Reason.NOT_FINITE)
 
 
-class StackWalk:
-    """The blocks of one denoise pass, in the order in which the model calls them."""
+class StackWalk(PassWalk):
+    """The blocks of one denoise pass under a method that decides about the whole stack."""
 
     def __init__(
         self,
@@ -62,32 +62,22 @@ class StackWalk:
             inner: walks the blocks of a computed pass.
             exact: the pass must be computed.
         """
-        self.engine = engine
-        self.io = engine.adapter.io
-        self.rollout = rollout
+        super().__init__(engine, rollout, where, exact)
         self.policy = policy
-        self.where = where
         self.call = call
         self.inner = inner
-        self.exact = exact
         self.stack = engine.stack
         self.cell = Cell(where.branch, where.step, self.stack.start, self.stack.stop)
-        self.next = 0
         self.running = True  # the model's blocks are run
         self.witness: Witness | None = None  # of what the blocks hand through
         self.before: Hidden = ()
         self.slots: Slots = {}
-        self.precise: AbstractContextManager[Any]
 
     def block(self, index: int, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Stand in for one block: return what it would return."""
         began, clock = perf_counter(), self.engine.clock
         hidden = self.io.read(args, kwargs)
-        if index != self.next:
-            raise RollcacheError(
-                f"block {index} was called where block {self.next} was due; each must be called once, in order."
-            )
-        self.next += 1
+        self._turn(index)
         if index not in self.stack:
             return self._outside(index, forward, args, kwargs)
         if index == self.stack.start:
@@ -136,21 +126,9 @@ class StackWalk:
         self._remember(index, output)
         return output
 
-    def _remember(self, index: int, output: Any) -> None:
-        """What a block that was run returned beside its hidden state may have to be repeated."""
-        if self.io.aux == "last":
-            self.rollout.aux[self.where.branch, index] = self.io.aside(output)
-
-    def _aux(self, index: int, args: Args, kwargs: Kwargs) -> Any:
-        """What a block that is not run returns beside its hidden state."""
-        return self.io.stand_in(args, kwargs, lambda: self.rollout.aux[self.where.branch, index])
-
     def finish(self) -> None:
         """The model returned."""
-        if self.next != self.engine.depth:
-            raise RollcacheError(
-                f"a denoise pass called {self.next} of {self.engine.depth} blocks; each must be called once per pass."
-            )
+        super().finish()
         if self.inner is not None and self.running and self.decision.action is Action.COMPUTE:
             self.inner.finish()
 
@@ -161,16 +139,12 @@ class StackWalk:
             runs = f"has {steps}" if steps is not None else f"is at step {self.where.step}, counted from 0"
             raise RollcacheError(
                 f"{self.policy.name} is set up for {wanted} denoising steps a chunk, but chunk {self.where.chunk} "
-                f"{runs}: "
-                "give it the number of steps that the loop runs."
+                f"{runs}: give it the number of steps that the loop runs."
             )
         self.block_call = (args, kwargs)
-        self.rollout.settle(self.where.branch, Signature.of(hidden, self.where.segments))
+        self._look(hidden)
         self.row = self.rollout.stack(self.where, self.cell, self.policy)
         self.sampler = self.engine.sampler(self.io.gated(hidden), self.where.segments, None)
-        device = hidden[0].device.type
-        mixed = torch.is_autocast_enabled(device)
-        self.precise = torch.autocast(device, enabled=False) if mixed else nullcontext()
 
     def _begin(self, hidden: Hidden) -> Hidden | None:
         """Execute the decision. Returns what leaves the stack, or None to run the blocks."""
@@ -231,11 +205,14 @@ class StackWalk:
         """Run all blocks for the chosen tokens."""
         tokens, sparse = self.decision.tokens, self.engine.adapter.sparse
         assert tokens is not None and sparse is not None
-        h = hidden[0]
-        rows = tokens.rows(self.where.segments, h.device)
-        inside = h.index_select(1, rows)
+        rows = tokens.rows(self.where.segments, hidden[0].device)
+        inside = hidden[0].index_select(1, rows)
         args, kwargs = self.block_call
         after = sparse.run(self.engine.blocks, inside, tokens, self.where.segments, args, kwargs, self.row.slots)
+        return self._mixed(hidden, rows, inside, after)
+
+    def _mixed(self, hidden: Hidden, rows: Tensor, inside: Tensor, after: Tensor) -> Hidden:
+        """Some tokens went through the blocks, from `inside` to `after` [B, k, C]; the others add what is stored."""
         self.row.put_rows(rows, after.float() - inside.float())
         out = self.row.total(hidden, (1.0,))
         out[0].index_copy_(1, rows, after.to(out[0].dtype))
@@ -274,10 +251,7 @@ class StackWalk:
             self._note(after)
             return after
         rows = tokens.rows(self.where.segments, after[0].device)
-        fresh = after[0].index_select(1, rows)
-        self.row.put_rows(rows, fresh.float() - self.before[0].index_select(1, rows).float())
-        out = self.row.total(self.before, (1.0,))
-        out[0].index_copy_(1, rows, fresh.to(out[0].dtype))
+        out = self._mixed(self.before, rows, self.before[0].index_select(1, rows), after[0].index_select(1, rows))
         self._note(out)
         return out
 

@@ -40,6 +40,22 @@ class Budget:
         self.used += size
         return True
 
+    def buffers(self, like: Hidden, dtype: torch.dtype | None, copies: int | None = None) -> Hidden | None:
+        """Empty tensors of the shapes of `like`, that often if `copies` says so; None without room, here or there."""
+        size = bytes_of(like, dtype) * (copies or 1)
+        if not self.admit(size):
+            return None
+        leading = () if copies is None else (copies,)
+        try:
+            with torch.inference_mode(False):
+                return tuple(torch.empty(leading + t.shape, dtype=dtype or t.dtype, device=t.device) for t in like)
+        except torch.OutOfMemoryError:
+            if self.strict:
+                raise
+            self.used -= size
+            self.refused += 1
+            return None
+
 
 @dataclass(slots=True)
 class Entry:
@@ -258,20 +274,8 @@ class Row:
 
     def _reserve(self, like: Hidden, dtype: torch.dtype | None, copies: int | None = None) -> Hidden | None:
         """Buffers of the shapes of `like`, or None when the budget or the device has no room."""
-        size = bytes_of(like, dtype) * (copies or 1)
-        if not self._budget.admit(size):
-            return None
-        leading = () if copies is None else (copies,)
-        try:
-            with torch.inference_mode(False):
-                buffers = tuple(torch.empty(leading + t.shape, dtype=dtype or t.dtype, device=t.device) for t in like)
-        except torch.OutOfMemoryError:
-            if self._budget.strict:
-                raise
-            self._budget.used -= size
-            self._budget.refused += 1
-            return None
-        self.bytes += size
+        buffers = self._budget.buffers(like, dtype, copies)
+        self.bytes += 0 if buffers is None else bytes_of(buffers, None)
         return buffers
 
     def _predict(self, after: Hidden, fingerprint: Tensor | None) -> int:

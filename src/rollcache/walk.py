@@ -7,7 +7,6 @@ fingerprint of its input; the whole run is decided there, and one addition carri
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -20,9 +19,10 @@ from rollcache.conditions import Moved, Snapshot
 from rollcache.decision import Action, Decision, Reason
 from rollcache.fingerprint import Hidden, Similarity
 from rollcache.lookahead import Lookahead
+from rollcache.pass_walk import PassWalk
 from rollcache.passes import Cell, Pass, RollcacheError
 from rollcache.policies.base import UNKNOWN, Evidence
-from rollcache.rollout import Rollout, Signature
+from rollcache.rollout import Rollout
 from rollcache.store import Entry
 from rollcache.witness import Witness
 
@@ -59,22 +59,17 @@ class _Open:
         self.fingerprint = fingerprint
 
 
-class Walk:
-    """The blocks of one denoise pass, in the order in which the model calls them."""
+class Walk(PassWalk):
+    """The blocks of one denoise pass under a method that decides block by block."""
 
     def __init__(self, engine: Engine, rollout: Rollout, where: Pass, stamp: int, exact: bool) -> None:
         """Stand before block 0; `stamp` is the serial number of the pass, which must be computed if it is `exact`."""
-        self.engine = engine
-        self.io = engine.adapter.io
-        self.rollout = rollout
+        super().__init__(engine, rollout, where, exact)
         assert rollout.inner is not None
         self.policy = rollout.inner
         self.looks = self.policy.sampling is not None
-        self.where = where
         self.stamp = stamp
-        self.exact = exact
         self.cells = tuple(Cell(where.branch, where.step, s.start, s.stop) for s in engine.spans)
-        self.next = 0  # the block that must come next
         self.resume = 0  # blocks before this one belong to a run that was replayed
         self.batch = len(self.cells)  # spans to compare at once
         self.open: _Open | None = None
@@ -85,7 +80,6 @@ class Walk:
         self.witness: Witness | None = None  # of what the last block returned
         self.snapshot: Snapshot | None = None
         self.moved: dict[int, Moved] = {}  # by identity of the snapshot compared with
-        self.precise: AbstractContextManager[Any]
 
     def block(self, index: int, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Stand in for one block: return what it would return."""
@@ -102,44 +96,25 @@ class Walk:
         clock.gate += perf_counter() - began
         output = forward(*args, **kwargs)
         began = perf_counter()
-        if self.io.aux == "last":
-            self.rollout.aux[self.where.branch, index] = self.io.aside(output)
+        self._remember(index, output)
         with self.precise:
             self._leave(index, hidden, self.io.parse(output))
         clock.gate += perf_counter() - began
         return output
 
-    def _aux(self, index: int, args: Args, kwargs: Kwargs) -> Any:
-        """What a block that is not run returns beside its hidden state."""
-        return self.io.stand_in(args, kwargs, lambda: self.rollout.aux[self.where.branch, index])
-
-    def finish(self) -> None:
-        """The model returned."""
-        if self.next != self.engine.depth:
-            raise RollcacheError(
-                f"a denoise pass called {self.next} of {self.engine.depth} blocks; each must be called once per pass."
-            )
-
     def _settle(self, hidden: Hidden) -> None:
         """Look at the hidden state for the first time in this pass."""
-        self.rollout.settle(self.where.branch, Signature.of(hidden, self.where.segments))
+        self._look(hidden)
         self.sampler = self.engine.sampler(self.io.gated(hidden), self.where.segments, self.policy.sampling)
         self.row = self.rollout.row(self.where, self.cells)
         self.shapes = [h.shape for h in hidden]
         self.storing = self.rollout.ordinal >= 0
         self.warming = self.rollout.ordinal < self.policy.warmup_chunks
         self.probing = self.rollout.ordinal <= 0
-        device = hidden[0].device.type
-        mixed = torch.is_autocast_enabled(device)  # which would run the arithmetic of the gate in low precision
-        self.precise = torch.autocast(device, enabled=False) if mixed else nullcontext()
 
     def _arrive(self, index: int, hidden: Hidden) -> None:
         """Check the order of the blocks, and whether the model changed the hidden state between two of them."""
-        if index != self.next:
-            raise RollcacheError(
-                f"block {index} was called where block {self.next} was due; each must be called once, in order."
-            )
-        self.next += 1
+        self._turn(index)
         if self.witness is None or (self.witness.is_same(hidden) and self.witness.untouched()):
             return
         self.engine.breaks.add(index)

@@ -61,3 +61,10 @@ class StackedPolicy(Policy):
         """Forget everything."""
         self.outer.reset()
         self.inner.reset()
+
+
+def split(policy: Policy) -> tuple[StackPolicy | None, Policy | None]:
+    """The part of a method that decides about whole passes, and the part that decides about blocks."""
+    if isinstance(policy, StackedPolicy):
+        return policy.outer, policy.inner
+    return (policy, None) if isinstance(policy, StackPolicy) else (None, policy)
