@@ -168,6 +168,17 @@ def by_hand(model: Denoiser, starts: list[Tensor], rule: Rule) -> tuple[list[Ten
     return out, computed
 
 
+def assert_as_by_hand(config: Any, rule: Rule, chunks: int, tolerance: float = 1e-5) -> None:
+    """A rollout of the denoiser under a method is the loop by hand under its naive rule, and reuses something."""
+    starts = noises(chunks, batch=2)
+    ours, handle = rollout(Denoiser(), {"cond": starts}, config)
+    theirs, computed = by_hand(Denoiser(), starts, rule)
+    assert [r.action is Action.COMPUTE for r in handle.trace] == computed
+    assert 0 < sum(computed) < len(computed)
+    for a, b in zip(ours["cond"], theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+
+
 def on_the_street(config: Any, chunks: int = 2, noise: int = 0, scale: float = 1.0) -> tuple[list[Tensor], Any]:
     """A chunked rollout of the random street model; `config` None is the bare model."""
     world = random_world()
@@ -223,6 +234,14 @@ def recorded(config: Any, chunks: int = 2, seed: int = 0, scale: float = 1.0) ->
     rollout(Denoiser(seed), {"cond": noises(chunks, seed=seed, scale=scale)}, watch)
     assert all(s.computed for s in watch.seen) and len(watch.seen) == chunks * STEPS
     return watch.seen
+
+
+def on_recorded(config: Any, exact: Any, rule: Rule) -> tuple[list[Any], list[Any]]:
+    """What a method, and its naive rule after the same decisions, say to passes recorded under `exact`."""
+    seen = recorded(exact)
+    decisions = open_loop(config, seen)
+    told = [replace(now, decision=d) for now, d in zip(seen, decisions, strict=True)]
+    return [weights_of(d) for d in decisions], judged(told, rule)
 
 
 def spoiled(seen: Sequence[Seen], index: int, name: str) -> list[Seen]:

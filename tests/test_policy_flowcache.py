@@ -12,10 +12,11 @@ from step_doubles import (
     Rule,
     Seen,
     Watch,
-    by_hand,
+    assert_as_by_hand,
     computed_steps,
     judged,
     noises,
+    on_recorded,
     on_the_street,
     open_loop,
     recorded,
@@ -26,7 +27,7 @@ from step_doubles import (
     weights_of,
 )
 
-from rollcache import Action, Reason
+from rollcache import Reason
 from rollcache.policies.flowcache import FlowCache
 
 WAN = [-5.21862437e4, 9.23041404e3, -5.28275948e2, 1.36987616e1, -4.99875664e-2]
@@ -72,13 +73,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_rollout_equals_a_loop_written_by_hand(config: FlowCache) -> None:
-    starts = noises(2, batch=2)
-    ours, handle = rollout(Denoiser(), {"cond": starts}, config)
-    theirs, computed = by_hand(Denoiser(), starts, naive(config))
-    assert [r.action is Action.COMPUTE for r in handle.trace] == computed
-    assert 0 < sum(computed) < len(computed)
-    for a, b in zip(ours["cond"], theirs, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert_as_by_hand(config, naive(config), 2)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -91,10 +86,8 @@ def test_on_the_street_every_decision_is_what_the_equations_say(config: FlowCach
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_on_recorded_passes_every_decision_is_what_the_equations_say(config: FlowCache) -> None:
-    seen = recorded(FlowCache(max_drift=0))
-    decisions = open_loop(config, seen)
-    told = [Seen(**{**vars(now), "decision": d}) for now, d in zip(seen, decisions, strict=True)]
-    assert [weights_of(d) for d in decisions] == judged(told, naive(config))
+    found, wanted = on_recorded(config, FlowCache(max_drift=0), naive(config))
+    assert found == wanted
 
 
 def test_with_no_drift_allowed_nothing_changes_by_a_bit() -> None:

@@ -18,10 +18,11 @@ from step_doubles import (
     Rule,
     Seen,
     Watch,
-    by_hand,
+    assert_as_by_hand,
     computed_steps,
     judged,
     noises,
+    on_recorded,
     on_the_street,
     open_loop,
     recorded,
@@ -155,13 +156,7 @@ def test_a_list_of_hidden_states_is_refused() -> None:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_rollout_equals_a_loop_written_by_hand(config: SeaCache) -> None:
-    starts = noises(2, batch=2)
-    ours, handle = rollout(Denoiser(), {"cond": starts}, config)
-    theirs, computed = by_hand(Denoiser(), starts, naive(config))
-    assert [r.action is Action.COMPUTE for r in handle.trace] == computed
-    assert 0 < sum(computed) < len(computed)
-    for a, b in zip(ours["cond"], theirs, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert_as_by_hand(config, naive(config), 2, 1e-4)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -175,11 +170,10 @@ def test_on_the_street_every_decision_is_what_the_equations_say(config: SeaCache
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_on_recorded_passes_every_decision_is_what_the_equations_say(config: SeaCache) -> None:
-    seen = recorded(SeaCache(max_drift=0))
-    decisions = open_loop(config, seen)
-    told = [Seen(**{**vars(now), "decision": d}) for now, d in zip(seen, decisions, strict=True)]
-    for d, expected in zip(decisions, judged(told, naive(config)), strict=True):
-        assert weights_of(d) == (None if expected is None else pytest.approx(expected))
+    found, wanted = on_recorded(config, SeaCache(max_drift=0), naive(config))
+    assert len(found) == len(wanted)
+    for ours, expected in zip(found, wanted, strict=True):
+        assert ours == (None if expected is None else pytest.approx(expected))
 
 
 def test_the_second_order_is_exact_where_the_residual_is_a_line_in_the_noise_level() -> None:

@@ -15,10 +15,11 @@ from step_doubles import (
     Rule,
     Seen,
     Watch,
-    by_hand,
+    assert_as_by_hand,
     computed_steps,
     judged,
     noises,
+    on_recorded,
     on_the_street,
     open_loop,
     recorded,
@@ -88,13 +89,7 @@ def test_polynomials_begin_with_the_highest_power_and_the_published_one_is_negat
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_rollout_equals_a_loop_written_by_hand(config: TeaCache) -> None:
-    starts = noises(3, batch=2)
-    ours, handle = rollout(Denoiser(), {"cond": starts}, config)
-    theirs, computed = by_hand(Denoiser(), starts, naive(config))
-    assert [r.action is Action.COMPUTE for r in handle.trace] == computed
-    assert 0 < sum(computed) < len(computed)
-    for a, b in zip(ours["cond"], theirs, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert_as_by_hand(config, naive(config), 3)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -108,14 +103,8 @@ def test_on_the_street_every_decision_is_what_the_equations_say(config: TeaCache
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_on_recorded_passes_every_decision_is_what_the_equations_say(config: TeaCache) -> None:
-    seen = recorded(TeaCache(max_drift=0))
-    decisions = open_loop(config, seen)
-    rule, chain = naive(config), []
-    for now, decision in zip(seen, decisions, strict=True):
-        chain = [] if now.where.step == 0 else chain
-        assert (rule(chain, now) if chain else None) == weights_of(decision)
-        chain = [*chain, Seen(**{**vars(now), "decision": decision})]
-    assert any(d.action is Action.REPLAY for d in decisions)
+    found, wanted = on_recorded(config, TeaCache(max_drift=0), naive(config))
+    assert found == wanted
 
 
 def test_with_no_drift_allowed_nothing_changes_by_a_bit() -> None:
