@@ -107,6 +107,20 @@ def test_what_the_adapter_says_is_held_against_what_is_seen(name: str) -> None:
     assert report["K/V after skipped passes"].status == "passed"
 
 
+def test_a_window_that_only_block_0_moves_for_all_is_found_by_leaving_out_others() -> None:
+    """LongLive 2 without `first_pass_exact`: nothing is wrong as long as block 0 is left out with the others."""
+    model, make = RELATIVES["LongLive 2"]()
+
+    def make_inputs() -> Iterator[Any]:
+        loop = make(model, shared_noise=True)
+        for _ in range(4):
+            yield from loop.one_chunk()
+
+    report = check_adapter(model, make_inputs, adapter=self_forcing(first_pass_exact=False))
+    assert [f.name for f in report.failures] == ["K/V after skipped passes"]
+    assert "commit, chunk 3" in report.failures[0].why and "first_pass_exact" in report.failures[0].why
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", RELATIVES)
 def test_a_gate_that_never_opens_gives_the_bare_model_bit_for_bit(name: str, shared: bool) -> None:

@@ -32,6 +32,7 @@ COMMANDS: dict[str, Any] = {
     "inject": Command("rollcache.bench.studies", "Inject", "is a brake or a steer in the middle of a cycle followed?"),
     "steps": Command("rollcache.cli_steps", "Steps", "methods across denoising steps at matched speed, on the teacher"),
     "calibrate": Command("rollcache.cli_calibrate", "Calibrate", "where anchors belong, measured on the teacher"),
+    "support": Command("rollcache.cli_support", "Support", "which models have an adapter, and which methods fit them"),
     "report": Command("rollcache.bench.commands", "Report", "make report.html again from a result file"),
     "street": {
         "info": Command("rollcache.cli_street", "Info", "what the weights are and how they were made"),

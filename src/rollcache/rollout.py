@@ -79,12 +79,15 @@ class Rollout:
     @property
     def bytes(self) -> int:
         """Bytes held."""
-        return sum(row.bytes for row in (*self.rows.values(), *self.stacks.values()))
+        return sum(row.bytes for row in self._held())
 
     @property
     def predicted(self) -> int:
         """Bytes that will be held when every cell seen so far is stored."""
-        return sum(row.predicted for row in (*self.rows.values(), *self.stacks.values()))
+        return sum(row.predicted for row in self._held())
+
+    def _held(self) -> list[Row | StackRow]:
+        return [*self.rows.values(), *self.stacks.values()]
 
     def begins(self, where: Pass) -> bool:
         """Whether a denoise pass is the first of its chunk."""
@@ -150,9 +153,9 @@ class Rollout:
 
     def _check_steps(self) -> None:
         """The chunk that ended had as many steps as the method is set up for."""
-        wanted = None if self.outer is None else self.outer.steps
-        if wanted is None or not self._visited:
+        if self.outer is None or self.outer.steps is None or not self._visited:
             return
+        wanted = self.outer.steps
         seen = 1 + max(step for _, step in self._visited)
         if seen != wanted:
             raise RollcacheError(
@@ -223,7 +226,7 @@ class Rollout:
         if (self.rows or self.stacks) and why not in self.told:
             log.info("rollcache: %s %s: the next chunk is computed in full.", why, detail)
             self.told.add(why)
-        for row in (*self.rows.values(), *self.stacks.values()):
+        for row in self._held():
             row.drop()
         self.rows.clear()
         self.stacks.clear()

@@ -92,10 +92,11 @@ def check_adapter(
         model: the model, without a cache on it.
         make_inputs: gives the calls `(args, kwargs)` of the model in one rollout, in order, as an iterable; better as a
             generator, written like the loop itself, with `out = yield args, kwargs` where the loop calls the model.
-            Three chunks or more, with everything that belongs to a chunk: all steps, all branches, commit passes. It is
-            called for every run, and must each time begin a new generation with the same numbers: its own seed, fresh
-            K/V. More is checked if it takes one of these keywords: `batch`, the batch size; `reverse`, to call the
-            branches of a step in the opposite order.
+            Three chunks or more, and more than the window of K/V holds, so that it is seen to move; with everything
+            that belongs to a chunk: all steps, all branches, commit passes. It is called for every run, and must each
+            time begin a new generation with the same numbers: its own seed, fresh K/V. More is checked if it takes one
+            of these keywords: `batch`, the batch size; `reverse`, to call the branches of a step in the opposite
+            order.
         adapter: by default that of the exact class or the structure of the model, as `enable` finds it.
 
     Returns:
