@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from rollcache import adapters
+from rollcache import adapters, portable
 from rollcache.adapters.spec import Adapter, BlockIO, marked
 from rollcache.decision import Action, Decision, Stats, Trace
 from rollcache.engine import Engine, Hook, find_hook
@@ -64,6 +64,31 @@ class Cache:
     def fork(self, source: Hashable, target: Hashable) -> None:
         """Let rollout `target` go on from the present state of `source`; the two share nothing afterwards."""
         self._engine.fork(source, target)
+
+    def export_state(self, rollout: Hashable) -> bytes:
+        """What is remembered of a rollout, to go on with in another process: see `restore_state`.
+
+        Of the model and the loop nothing is in it: their latents and K/V are yours to move.
+
+        Raises:
+            RollcacheError: there is no such rollout.
+        """
+        return portable.export(self._engine, rollout)
+
+    def restore_state(self, rollout: Hashable, state: bytes) -> None:
+        """Let a rollout go on from a state that `export_state` gave, here or elsewhere; on the device of the blocks.
+
+        The state is unpickled, so it must come from a source that you trust. A loop with marks goes on with
+        `rollout(key, resume=True)`. A state that `memory_budget` has no room for is left: the next chunk is exact.
+
+        Args:
+            rollout: key that the rollout has from now on; what was known under it is forgotten.
+            state: see `export_state`.
+
+        Raises:
+            RollcacheError: the policy, the storage dtype or the weights (by a few values of each parameter) are others.
+        """
+        portable.restore(self._engine, rollout, state)
 
     def notify_weights_changed(self) -> None:
         """Say that weights changed in a way PyTorch cannot tell: by a kernel of one's own, or under inference mode."""

@@ -287,6 +287,10 @@ class Engine:
         """See `Weights.token`."""
         return self._weights.token()
 
+    def sample_weights(self) -> object:
+        """See `Weights.sample`."""
+        return self._weights.sample()
+
     def _block_runner(self, index: int) -> Callable[[Callable[..., Any], Any, Any], Any]:
         def run(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self._walk is None:

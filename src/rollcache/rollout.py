@@ -55,6 +55,7 @@ class Rollout:
             stored before, so after an invalidation in mid-chunk the next chunk is exact.
         dirty: K/V of replayed blocks is stale and waits for a commit pass.
         told: why the state was invalidated so far.
+        budget: bytes that it shares with the other rollouts.
     """
 
     def __init__(self, policy: Policy, budget: Budget, dtype: torch.dtype | None) -> None:
@@ -68,7 +69,7 @@ class Rollout:
         self.chunk: int | None = None
         self.ordinal = -1
         self.dirty = False
-        self._budget = budget
+        self.budget = budget
         self._dtype = dtype
         self._signatures: dict[str, Signature] = {}
         self._visited: set[tuple[str, int]] = set()
@@ -88,6 +89,10 @@ class Rollout:
 
     def _held(self) -> list[Row | StackRow]:
         return [*self.rows.values(), *self.stacks.values()]
+
+    def adopt(self, weights: object) -> None:
+        """The state is that of these weights: see `enter`."""
+        self._weights = weights
 
     def begins(self, where: Pass) -> bool:
         """Whether a denoise pass is the first of its chunk."""
@@ -178,7 +183,7 @@ class Rollout:
         key = (where.branch, where.step)
         row = self.rows.get(key)
         if row is None:
-            row = self.rows[key] = Row(cells, self._budget, self._dtype)
+            row = self.rows[key] = Row(cells, self.budget, self._dtype)
         elif row.time != where.time:
             row.drop()
         row.time = where.time
@@ -190,7 +195,7 @@ class Rollout:
         key = (where.branch, -1 if across_steps else where.step)
         row = self.stacks.get(key)
         if row is None:
-            row = self.stacks[key] = StackRow(cell, self._budget, self._dtype, policy.history)
+            row = self.stacks[key] = StackRow(cell, self.budget, self._dtype, policy.history)
         elif row.time != where.time and not across_steps:
             row.drop()
         row.time = where.time

@@ -21,6 +21,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from rollcache.passes import RollcacheError
+
 SAMPLES = 32
 """Values of a parameter that are compared when it is another tensor than before."""
 
@@ -58,6 +60,13 @@ class Weights:
             self._look(i, parameters[i], values)
         serials = [None if p.is_meta else self._seen[i].serial for i, p in enumerate(parameters)]
         return self._told, serials, [_tuned(m) for m in modules if "merged_adapters" in vars(m)]
+
+    def sample(self) -> list[tuple[torch.Size, torch.dtype, tuple[float, ...]]]:
+        """Shape, dtype and a few values of every parameter: the same in another process that has the same weights."""
+        parameters = [p for block in self._blocks for p in block.parameters()]
+        if any(p.is_meta for p in parameters):
+            raise RollcacheError("weights on the meta device have no values to be told by: load them first.")
+        return [(p.shape, p.dtype, v) for p, v in zip(parameters, _values(parameters), strict=True)]
 
     def _is_known(self, position: int, parameter: Tensor) -> bool:
         """Whether this is the tensor that was last seen here, and nobody wrote to it."""
