@@ -8,6 +8,7 @@ used. The loops around them are those of the public pipelines, boiled down.
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,33 @@ FRAMES = 3  # of a chunk
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Calls = Generator[Call, Tensor, Tensor]
 STEPS = (1000.0, 937.5, 833.25, 625.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of a model: channels, heads, blocks, channels inside the feed-forward network.
+
+    Of what it is called with: cells of a latent frame as (height, width), each four values; latent frames of a chunk.
+    """
+
+    width: int = WIDTH
+    heads: int = HEADS
+    depth: int = DEPTH
+    hidden: int = 2 * WIDTH
+    grid: tuple[int, int] = (SIZE // 2, SIZE // 2)
+    frames: int = FRAMES
+
+    @property
+    def cells(self) -> int:
+        """Tokens of a latent frame."""
+        return self.grid[0] * self.grid[1]
+
+    def linear(self) -> nn.Linear:
+        """From a token to a token."""
+        return nn.Linear(self.width, self.width)
+
+
+SMALL = Sizes()
 
 
 class Slot(NamedTuple):
@@ -64,16 +92,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class SelfAttention(nn.Module):
     """Writes its K/V in place, moves its indices, and attends to its window."""
 
-    def __init__(self, window: int, sink: int) -> None:
+    def __init__(self, sizes: Sizes, window: int, sink: int) -> None:
         super().__init__()
-        self.sink = sink
+        self.sizes, self.sink = sizes, sink
         self.window = window  # in frames, -1 for all
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.q, self.k, self.v, self.o = (sizes.linear() for _ in range(4))
 
     def project(self, x: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, L, H, D], with positions."""
-        frames = (start + torch.arange(x.shape[1])) // CELLS
-        q, k, v = (layer(x).unflatten(2, (HEADS, -1)) for layer in (self.q, self.k, self.v))
+        frames = (start + torch.arange(x.shape[1])) // self.sizes.cells
+        q, k, v = (layer(x).unflatten(2, (self.sizes.heads, -1)) for layer in (self.q, self.k, self.v))
         return rotate(q, frames), rotate(k, frames), v
 
     def forward(self, x: Tensor, kv: dict[str, Any], start: int) -> Tensor:
@@ -81,7 +109,7 @@ class SelfAttention(nn.Module):
         end, local_end = int(kv["global_end_index"]), int(kv["local_end_index"])
         slot = find_slot(kv["k"].shape[1], end, local_end, start, x.shape[1])
         for rows, new in ((kv["k"], k), (kv["v"], v)):
-            roll(rows, slot, local_end, self.sink * CELLS)
+            roll(rows, slot, local_end, self.sink * self.sizes.cells)
             rows[:, slot.start : slot.stop] = new
         kv["global_end_index"].fill_(start + x.shape[1])
         kv["local_end_index"].fill_(slot.stop)
@@ -91,16 +119,17 @@ class SelfAttention(nn.Module):
 class Block(nn.Module):
     """Self-attention, cross-attention and a feed-forward network, modulated by the timestep of each frame."""
 
-    def __init__(self, window: int, sink: int) -> None:
+    def __init__(self, sizes: Sizes, window: int, sink: int) -> None:
         super().__init__()
-        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(WIDTH, elementwise_affine=False) for _ in range(3))
-        self.self_attn = self.attention(window, sink)
-        self.cross_q, self.cross_k, self.cross_v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.ffn = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
-        self.modulation = nn.Parameter(0.3 * torch.randn(1, 6, WIDTH))
+        self.sizes, width = sizes, sizes.width
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(width, elementwise_affine=False) for _ in range(3))
+        self.self_attn = self.attention(sizes, window, sink)
+        self.cross_q, self.cross_k, self.cross_v = (sizes.linear() for _ in range(3))
+        self.ffn = nn.Sequential(nn.Linear(width, sizes.hidden), nn.GELU(), nn.Linear(sizes.hidden, width))
+        self.modulation = nn.Parameter(0.3 * torch.randn(1, 6, width))
 
-    def attention(self, window: int, sink: int) -> nn.Module:
-        return SelfAttention(window, sink)
+    def attention(self, *args: Any) -> nn.Module:
+        return SelfAttention(*args)
 
     def forward(
         self,
@@ -126,10 +155,10 @@ class Block(nn.Module):
         y, aux = y if isinstance(y, tuple) else (y, None)
         x = x + gate(y, e[2])
         if not crossattn_cache["is_init"]:
-            crossattn_cache["k"] = self.cross_k(context).unflatten(2, (HEADS, -1))
-            crossattn_cache["v"] = self.cross_v(context).unflatten(2, (HEADS, -1))
+            crossattn_cache["k"] = self.cross_k(context).unflatten(2, (self.sizes.heads, -1))
+            crossattn_cache["v"] = self.cross_v(context).unflatten(2, (self.sizes.heads, -1))
             crossattn_cache["is_init"] = True
-        q = self.cross_q(self.norm3(x)).unflatten(2, (HEADS, -1))
+        q = self.cross_q(self.norm3(x)).unflatten(2, (self.sizes.heads, -1))
         x = x + attend(q, crossattn_cache["k"], crossattn_cache["v"])
         x = self.act(x, grid_sizes, current_start, **more)
         x = x + gate(self.ffn(modulate(self.norm2(x), e[3], e[4])), e[5])
@@ -148,21 +177,22 @@ class CausalWanModel(nn.Module):
     patch_size = (1, 2, 2)
     block = Block
 
-    def __init__(self, local_attn_size: int = -1, sink_size: int = 0, seed: int = 0) -> None:
+    def __init__(self, local_attn_size: int = -1, sink_size: int = 0, seed: int = 0, sizes: Sizes = SMALL) -> None:
         super().__init__()
+        self.sizes, width = sizes, sizes.width
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.local_attn_size, self.sink_size = local_attn_size, sink_size
-            self.patch_embedding = nn.Conv3d(CHANNELS, WIDTH, self.patch_size, self.patch_size)
-            self.text_embedding = nn.Linear(TEXT, WIDTH)
-            self.time_embedding = nn.Sequential(nn.Linear(16, WIDTH), nn.SiLU(), nn.Linear(WIDTH, 6 * WIDTH))
-            self.blocks = nn.ModuleList(self.make_block(i) for i in range(DEPTH))
-            self.head = nn.Linear(WIDTH, CHANNELS * 4)
+            self.patch_embedding = nn.Conv3d(CHANNELS, width, self.patch_size, self.patch_size)
+            self.text_embedding = nn.Linear(TEXT, width)
+            self.time_embedding = nn.Sequential(nn.Linear(16, width), nn.SiLU(), nn.Linear(width, 6 * width))
+            self.blocks = nn.ModuleList(self.make_block(i) for i in range(sizes.depth))
+            self.head = nn.Linear(width, CHANNELS * 4)
         self.block_mask: Any = None
         self.requires_grad_(False)
 
     def make_block(self, index: int) -> nn.Module:
-        return self.block(self.local_attn_size, self.sink_size)
+        return self.block(self.sizes, self.local_attn_size, self.sink_size)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs.get("kv_cache") is None:
@@ -189,7 +219,7 @@ class CausalWanModel(nn.Module):
         grid_sizes = torch.tensor(x.shape[2:])
         x = x.flatten(2).transpose(1, 2)  # [B, F*H*W, C]
         wave = t[..., None].float() / 1000 * 2 ** torch.arange(8)
-        e = self.time_embedding(torch.cat((wave.sin(), wave.cos()), -1)).unflatten(-1, (6, WIDTH))
+        e = self.time_embedding(torch.cat((wave.sin(), wave.cos()), -1)).unflatten(-1, (6, self.sizes.width))
         for i, block in enumerate(self.blocks):
             own = {"kv_cache": kv[i], "crossattn_cache": cross[i], **({} if per_block is None else per_block(i))}
             result = block(x, e=e, grid_sizes=grid_sizes, context=context, current_start=start, **own, **more)
@@ -211,7 +241,7 @@ class DeferredAttention(SelfAttention):
         slot = find_slot(kv["k"].shape[1], *published, start, x.shape[1])
         update = (slot, published[1], k, v)
         seen = {"k": kv["k"].clone(), "v": kv["v"].clone()}
-        write_update(seen, update, self.sink * CELLS)
+        write_update(seen, update, self.sink * self.sizes.cells)
         out = self.o(attend(q, seen["k"][:, : slot.stop], seen["v"][:, : slot.stop]))
         return out, (start + x.shape[1], slot.stop, update)
 
@@ -224,8 +254,8 @@ def write_update(kv: dict[str, Tensor], update: Any, sink: int) -> None:
 
 
 class DeferredBlock(Block):
-    def attention(self, window: int, sink: int) -> nn.Module:
-        return DeferredAttention(window, sink)
+    def attention(self, *args: Any) -> nn.Module:
+        return DeferredAttention(*args)
 
     def attend_to_self(self, h: Tensor, kv_cache: Any, current_start: int, published: Any = None, **more: Any) -> Any:
         return self.self_attn(h, kv_cache, current_start, published)
@@ -255,7 +285,7 @@ class LongLive1Model(CausalWanModel):
         self.updates: list[Any] = []
         out = self.run(x, t, self.text_embedding(context), kv, cross, start, published=published)
         for i, (end, local_end, update) in self.updates:
-            write_update(kv[i], update, self.sink_size * CELLS)
+            write_update(kv[i], update, self.sink_size * self.sizes.cells)
             kv[i]["global_end_index"].fill_(end)
             kv[i]["local_end_index"].fill_(local_end)
         return out
@@ -290,16 +320,17 @@ class ActionModule(nn.Module):
 
     vae_time_compression_ratio, windows_size = 4, 3
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.read = nn.Linear(12 * (2 + 4), WIDTH)
+        self.cells = sizes.cells
+        self.read = nn.Linear(12 * (2 + 4), sizes.width)
 
     def forward(
         self, x: Tensor, frames: int, mouse: Tensor, keyboard: Tensor, kv: dict[str, Any], start: int
     ) -> Tensor:
         both = torch.cat((mouse, keyboard), -1)
         both = torch.cat((both[:, :1].expand(-1, 12, -1), both), 1)  # row 12 + n is pixel frame n
-        first = start // CELLS
+        first = start // self.cells
         rows = [both[:, 4 * (first + i) : 4 * (first + i) + 12].flatten(1) for i in range(frames)]
         new = self.read(torch.stack(rows, 1))  # [B, F, C]
         end, local_end = int(kv["global_end_index"]), int(kv["local_end_index"])
@@ -313,9 +344,9 @@ class ActionModule(nn.Module):
 
 
 class GameBlock(Block):
-    def __init__(self, window: int, sink: int, action: bool) -> None:
-        super().__init__(window, sink)
-        self.action_model = ActionModule() if action else None
+    def __init__(self, sizes: Sizes, window: int, sink: int, action: bool) -> None:
+        super().__init__(sizes, window, sink)
+        self.action_model = ActionModule(sizes) if action else None
 
     def act(
         self,
@@ -337,7 +368,7 @@ class GameModel(CausalWanModel):
     """Like Matrix-Game 2.0's: conditions by keyword, K/V of its own for the mouse."""
 
     def make_block(self, index: int) -> nn.Module:
-        return GameBlock(self.local_attn_size, self.sink_size, action=index in (0, 2))
+        return GameBlock(self.sizes, self.local_attn_size, self.sink_size, action=index in (0, 2))
 
     def _forward_inference(
         self,
@@ -378,8 +409,8 @@ class PlainAttention(SelfAttention):
 
 
 class PlainBlock(Block):
-    def attention(self, window: int, sink: int) -> nn.Module:
-        return PlainAttention(window, sink)
+    def attention(self, *args: Any) -> nn.Module:
+        return PlainAttention(*args)
 
 
 class CausVidModel(CausalWanModel):
@@ -396,7 +427,7 @@ class CausVidModel(CausalWanModel):
         current_start: int = 0,
         current_end: int = 0,
     ) -> Tensor:
-        assert current_end - current_start == x.shape[2] * CELLS
+        assert current_end - current_start == x.shape[2] * self.sizes.cells
         return self.run(x, t, self.text_embedding(context), kv_cache, crossattn_cache, current_start)
 
 
@@ -417,8 +448,8 @@ class RecomputingAttention(SelfAttention):
 
 
 class RecomputingBlock(Block):
-    def attention(self, window: int, sink: int) -> nn.Module:
-        return RecomputingAttention(window, sink)
+    def attention(self, *args: Any) -> nn.Module:
+        return RecomputingAttention(*args)
 
     def attend_to_self(self, h: Tensor, kv_cache: Any, current_start: int, block_mask: Any = None, **more: Any) -> Any:
         return self.self_attn(h, kv_cache, current_start, block_mask)
@@ -435,18 +466,19 @@ def index() -> Tensor:
     return torch.tensor([0])
 
 
-def new_kv(rows: int, depth: int = DEPTH, batch: int = 1, indices: bool = True) -> list[dict[str, Any]]:
+def new_kv(rows: int, sizes: Sizes = SMALL, batch: int = 1, indices: bool = True) -> list[dict[str, Any]]:
     """K/V of all blocks, empty."""
-    shape = (batch, rows, HEADS, WIDTH // HEADS)
+    shape = (batch, rows, sizes.heads, sizes.width // sizes.heads)
     return [
         {"k": torch.zeros(shape), "v": torch.zeros(shape)}
         | ({"global_end_index": index(), "local_end_index": index()} if indices else {})
-        for _ in range(depth)
+        for _ in range(sizes.depth)
     ]
 
 
-def noise_like(seed: int, frames: int = FRAMES) -> Tensor:
-    return torch.randn(1, CHANNELS, frames, SIZE, SIZE, generator=torch.Generator().manual_seed(seed))
+def noise_like(seed: int, frames: int = FRAMES, sizes: Sizes = SMALL) -> Tensor:
+    shape = (1, CHANNELS, frames, 2 * sizes.grid[0], 2 * sizes.grid[1])
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def text(seed: int = 0) -> Tensor:
@@ -467,13 +499,14 @@ class Loop:
         shared_noise: bool = False,
         seed: int = 0,
         indices: bool = True,
+        batch: int = 1,
     ) -> None:
         self.model, self.steps, self.context_noise = model, steps, context_noise
-        self.shared_noise, self.seed = shared_noise, seed
+        self.shared_noise, self.seed, self.batch, self.sizes = shared_noise, seed, batch, model.sizes
         rows = window if model.local_attn_size == -1 else model.local_attn_size
-        self.kv = new_kv(rows * CELLS, indices=indices)
-        self.cross: list[dict[str, Any]] = [{"is_init": False} for _ in range(DEPTH)]
-        self.prompt = text()
+        self.kv = new_kv(rows * self.sizes.cells, self.sizes, batch, indices)
+        self.cross: list[dict[str, Any]] = [{"is_init": False} for _ in range(self.sizes.depth)]
+        self.prompt = text().expand(batch, -1, -1)
         self.frame = self.chunk = 0
 
     def reset(self) -> None:
@@ -487,8 +520,8 @@ class Loop:
 
     def inputs(self, x: Tensor, t: float | Tensor) -> Call:
         """Arguments of the model."""
-        kv = {"kv_cache": self.kv, "crossattn_cache": self.cross, "current_start": self.frame * CELLS}
-        t = t if isinstance(t, Tensor) else torch.full((1, x.shape[2]), t)
+        kv = {"kv_cache": self.kv, "crossattn_cache": self.cross, "current_start": self.frame * self.sizes.cells}
+        t = t if isinstance(t, Tensor) else torch.full((len(x), x.shape[2]), t)
         return (x,), {"t": t, **kv, **self.conditions(x)}
 
     def conditions(self, x: Tensor) -> dict[str, Any]:
@@ -510,17 +543,19 @@ class Loop:
     def noise(self, step: int, frames: int) -> Tensor:
         """Of a step: fresh, or the same in every chunk."""
         chunk = 0 if self.shared_noise else self.chunk
-        return noise_like(10_000 * self.seed + 100 * chunk + step, frames)
+        noise = noise_like(10_000 * self.seed + 100 * chunk + step, frames, self.sizes)
+        return noise.repeat(self.batch, 1, 1, 1, 1)
 
     def prefill(self, latent: Tensor) -> None:
         """Encode given frames."""
         self.call(latent, 0.0)
         self.frame += latent.shape[2]
 
-    def denoise(self, frames: int = FRAMES) -> Tensor:
+    def denoise(self, frames: int | None = None) -> Tensor:
         return self.drive(self.denoising(frames))
 
-    def denoising(self, frames: int = FRAMES) -> Calls:
+    def denoising(self, frames: int | None = None) -> Calls:
+        frames = frames or self.sizes.frames
         x = self.noise(0, frames)
         clean = x
         for step, t in enumerate(self.steps):
@@ -533,14 +568,14 @@ class Loop:
     def commit(self, clean: Tensor) -> None:
         self.call(clean, float(self.context_noise))
 
-    def step_chunk(self, frames: int = FRAMES) -> Tensor:
+    def step_chunk(self, frames: int | None = None) -> Tensor:
         """One chunk."""
         return self.drive(self.one_chunk(frames))
 
-    def one_chunk(self, frames: int = FRAMES) -> Calls:
+    def one_chunk(self, frames: int | None = None) -> Calls:
         clean = yield from self.denoising(frames)
         yield self.inputs(clean, float(self.context_noise))
-        self.frame += frames
+        self.frame += clean.shape[2]
         self.chunk += 1
         return clean
 
@@ -559,10 +594,10 @@ class Loop:
 
 class CausVidLoop(Loop):
     def __init__(self, model: CausalWanModel, **settings: Any) -> None:
-        super().__init__(model, indices=False, window=24, **settings)
+        super().__init__(model, indices=False, **{"window": 24, **settings})
 
     def conditions(self, x: Tensor) -> dict[str, Any]:
-        return {**super().conditions(x), "current_end": (self.frame + x.shape[2]) * CELLS}
+        return {**super().conditions(x), "current_end": (self.frame + x.shape[2]) * self.sizes.cells}
 
 
 class LongLive1Loop(Loop):
@@ -584,10 +619,10 @@ class GameLoop(Loop):
 
     def __init__(self, model: CausalWanModel, **settings: Any) -> None:
         super().__init__(model, **settings)
-        self.mouse = torch.zeros(1, 4 * 60, 2)
-        self.keys = torch.zeros(1, 4 * 60, 4)
-        self.kv_mouse = [{"k": torch.zeros(1, 6, WIDTH), "global_end_index": index(), "local_end_index": index()}
-                         for _ in range(DEPTH)]  # fmt: skip
+        self.mouse = torch.zeros(self.batch, 4 * 60, 2)
+        self.keys = torch.zeros(self.batch, 4 * 60, 4)
+        rows = torch.zeros(self.batch, 2 * self.sizes.frames, self.sizes.width)
+        self.kv_mouse = [{"k": rows.clone(), "global_end_index": index(), "local_end_index": index()} for _ in self.kv]
 
     def state(self) -> list[Tensor]:
         return [*super().state(), *(v.clone() for kv in self.kv_mouse for v in kv.values())]
@@ -608,15 +643,15 @@ class KreaLoop(Loop):
     """Krea's: before a chunk the last three frames are encoded anew; the steps end at t=0, and nothing is committed."""
 
     def __init__(self, model: CausalWanModel, **settings: Any) -> None:
-        super().__init__(model, window=6, steps=(1000.0, 750.0, 0.0), **settings)
+        super().__init__(model, **{"window": 2 * model.sizes.frames, "steps": (1000.0, 750.0, 0.0), **settings})
         self.past: Tensor | None = None
 
-    def one_chunk(self, frames: int = FRAMES) -> Calls:
+    def one_chunk(self, frames: int | None = None) -> Calls:
         for kv in self.kv:
             kv["k"].zero_(), kv["v"].zero_()
             kv["global_end_index"].zero_(), kv["local_end_index"].zero_()
         if self.past is not None:
-            self.frame = frames
+            self.frame = self.past.shape[2]
             self.model.block_mask = object()
             yield self.inputs(self.past, 0.0)
             self.model.block_mask = None
