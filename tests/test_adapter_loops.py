@@ -87,19 +87,63 @@ def test_a_branch_keeps_its_name_when_the_order_changes_or_one_is_left_out() -> 
     assert at(it, third, B) == (0, 2, "uncond")
 
 
-def test_a_call_that_is_made_again_is_the_same_step_of_the_same_branch() -> None:
+def test_one_tensor_that_is_prompt_and_negative_prompt_is_two_branches() -> None:
+    it = loop()
+    with it.generation(None):
+        steps = [torch.tensor([v]) for v in (900.0, 500.0, 900.0)]
+        assert [at(it, t) for t in steps for _ in range(2)] == [
+            *[(0, 0, "cond"), (0, 0, "uncond"), (0, 1, "cond"), (0, 1, "uncond")],
+            *[(1, 0, "cond"), (1, 0, "uncond")],
+        ]
+
+
+def test_a_wrapper_that_copies_the_timestep_for_every_call_makes_no_chunks() -> None:
+    it = loop()
+    with it.generation(None):
+        calls = [(v, p) for v in (900.0, 500.0, 900.0) for p in (A, B)]
+        expected = [(n, t, b) for n, t in ((0, 0), (0, 1), (1, 0)) for b in ("cond", "uncond")]
+        assert [at(it, v, p) for v, p in calls] == expected
+        assert [at(it, v, p.clone()) for v, p in calls] == [(n + 2, t, b) for n, t, b in expected], "nor of prompts"
+        assert at(it, 900.0, A, layout=1) == (4, 0, "cond"), "other tokens do"
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("prompts", [(A,), (A, B)])
+def test_one_step_after_another_at_the_same_level_with_the_same_prompts_is_a_chunk_each(
+    prompts: tuple[Tensor, ...], copied: bool
+) -> None:
+    it, names = loop(), ("cond", "uncond")
+    with it.generation(1):
+        for n in range(5):
+            timestep = torch.tensor([900.0])
+            found = [at(it, timestep, p.clone() if copied else p) for p in prompts]
+            assert found == [(n, 0, name) for name in names[: len(prompts)]]
+
+
+def test_calls_that_may_be_chunks_of_one_step_are_three_branches_at_most() -> None:
     it, timestep = loop(), torch.tensor([900.0])
-    assert at(it, timestep) == at(it, timestep) == (0, 0, "cond")
+    with it.generation(1):
+        one_tensor = [at(it, timestep) for _ in range(4)]
+        assert [spot[:2] for spot in one_tensor] == [(0, 0), (0, 0), (0, 0), (1, 0)]
+        assert one_tensor[-1][2] == "cond"
+        other_prompts = [at(it, 900.0, torch.tensor([float(v)])) for v in range(5, 9)]
+        assert [spot[0] for spot in other_prompts] == [1, 1, 2, 2]
 
 
 def test_a_timestep_that_was_written_over_is_another_step() -> None:
-    it, timestep = loop(), torch.tensor([900.0])
-    assert at(it, timestep)[1] == 0
-    timestep.fill_(500.0)
-    assert at(it, timestep)[1] == 1
+    for made in (torch.no_grad, torch.inference_mode):
+        with made():
+            it, timestep = loop(), torch.tensor([900.0])
+            for step, level in enumerate((900.0, 500.0, 300.0)):
+                timestep.fill_(level)
+                assert [at(it, timestep, A), at(it, timestep, B)] == [(0, step, "cond"), (0, step, "uncond")]
+    timestep = torch.tensor([200.0])
+    assert at(it, timestep)[1] == 3
+    timestep.fill_(200.0)
+    assert at(it, timestep)[1] == 0, "a chunk at the level of the last one"
 
 
-def test_prompts_are_compared_only_when_they_are_other_objects() -> None:
+def test_prompts_are_compared_only_when_they_are_other_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     it = loop()
     prompt = torch.tensor([3.0])
     assert [moved(it, 900.0, prompt), moved(it, 800.0, prompt.clone()), moved(it, 700.0, prompt)] == [0, 0, 0]
@@ -109,6 +153,20 @@ def test_prompts_are_compared_only_when_they_are_other_objects() -> None:
     assert moved(it, 400.0, prompt) == 2
     prompt[0] = 5.0
     assert moved(it, 300.0, prompt) == 3, "written to"
+    prompt[0] = 5.0
+    assert moved(it, 200.0, prompt) == 3, "written to, with what was there"
+    monkeypatch.setattr(torch, "equal", None)
+    assert moved(it, 100.0, prompt) == 3
+
+
+def test_a_prompt_that_counts_no_writes_is_compared_with_a_copy_at_every_call() -> None:
+    it = loop()
+    with torch.inference_mode():
+        prompt = torch.tensor([3.0])
+        assert [moved(it, 900.0, prompt), moved(it, 800.0, prompt)] == [0, 0]
+        prompt.fill_(4.0)
+        assert [moved(it, 700.0, prompt), moved(it, 600.0, prompt)] == [1, 1]
+    assert moved(it, 500.0, torch.tensor([4.0])) == 1
 
 
 class Owner:

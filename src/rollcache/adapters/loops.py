@@ -2,10 +2,21 @@
 
 Pipelines say neither chunk nor step. What they do say is certain enough to count by:
 
-- All guidance branches of a step are called with one and the same timestep tensor; every step makes a new one. Each
-  branch has its prompt; the first one that is called is the conditional one.
-- Inside a chunk the noise level of no latent frame rises, and that of one falls; the tokens stay the same. A step that
-  does not follow in this sense begins a chunk.
+- Inside a chunk the noise level of no latent frame rises, and that of one falls from step to step; the tokens stay the
+  same. A step that does not follow in this sense begins a chunk.
+- All guidance branches of a step are called with one and the same timestep tensor, and each once. A branch is known
+  again by its prompt tensor, and the first one that is called is the conditional one. One tensor that is prompt and
+  negative prompt at once makes two branches.
+- Another timestep tensor at the same levels, as of a wrapper that copies all arguments, is another branch if its prompt
+  was not called in this step. If it was, a chunk begins, as one does with every call of a one-step model without
+  guidance.
+
+The last two leave room for doubt: chunks of one step look like branches of one where they share a timestep tensor, or
+where each has a prompt of its own. No step gets more than three branches by such calls: the next one begins a chunk. A
+one-step loop should make a timestep tensor for every chunk, and announce its videos with `generation`.
+
+Writes to a tensor are seen by its version. Tensors made under `torch.inference_mode` have none and are compared by
+their values at every call, which is one host synchronisation for the timestep and one for the prompt.
 
 A chunk begins with nothing stored, so one that begins too often costs speed and no quality. Whether two chunks belong
 to one video is not told by any argument. Without `generation` every chunk is therefore a rollout of its own: methods
@@ -33,6 +44,9 @@ BRANCHES = ("cond", "uncond")
 TIMESTEPS = 1000.0
 """Training timesteps of all these models: a timestep is this times sigma."""
 
+MOST = 3
+"""Branches of a step, as far as calls may be taken for one that could begin a chunk just as well."""
+
 _SCALE = torch.tensor([0.001])  # any change of a watched tensor is a thousand times this
 
 Levels = tuple[float, ...]
@@ -58,28 +72,70 @@ class Spot(NamedTuple):
     conditions: tuple[Condition, ...]
 
 
+class Seen(NamedTuple):
+    """A tensor as it was when it was last looked at.
+
+    Attributes:
+        tensor: the object.
+        version: see `_version`.
+        copy: of its values.
+    """
+
+    tensor: Tensor
+    version: int
+    copy: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Seen:
+        """Look at a tensor."""
+        return cls(tensor, _version(tensor), tensor.detach().clone())
+
+    def again(self, tensor: Tensor) -> Seen:
+        """The same values in a tensor that may be another one."""
+        return Seen(tensor, _version(tensor), self.copy)
+
+    def is_same(self, tensor: Tensor) -> bool:
+        """Whether this is the object, with no write to it that was counted."""
+        return tensor is self.tensor and self.version == _version(tensor)
+
+    def has_values_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor holds the values that were seen. A host synchronisation, unless nobody can have written."""
+        if self.is_same(tensor) and not tensor.is_inference():
+            return True
+        seen = self.copy
+        alike = seen.shape == tensor.shape and seen.device == tensor.device and seen.dtype == tensor.dtype
+        return alike and torch.equal(seen, tensor)
+
+
 class Watched:
     """Counts the calls at which tensors that should stay the same, such as the prompt of a branch, did not.
 
-    The same object that nobody wrote to is not looked at; only a new object is compared with a copy of the old one,
-    which costs a host synchronisation.
+    They are compared with a copy of what was seen, if they are other objects, were written to, or count no writes.
     """
 
     def __init__(self) -> None:
         """Nothing was seen yet."""
-        self._known: tuple[tuple[Tensor, int], ...] = ()
+        self._known: tuple[Seen, ...] = ()
         self._set(0)
 
     def seen(self, tensors: tuple[Tensor, ...]) -> Condition:
         """Look at the tensors of a call."""
-        now = tuple((t, _version(t)) for t in tensors)
-        if not self._known:
-            self._known = now
-        elif not _are_same(self._known, now):
-            old, self._known = self._known, now
-            if not _are_equal(old, now):
-                self._set(self._changes + 1)
+        known = self._known
+        if len(known) == len(tensors) and all(map(Seen.has_values_of, known, tensors)):
+            self._known = tuple(map(Seen.again, known, tensors))
+            return self.condition
+        self._known = tuple(map(Seen.of, tensors))
+        if known:
+            self._set(self._changes + 1)
         return self.condition
+
+    def is_same(self, first: Tensor) -> bool:
+        """See `Seen`, of the first of the tensors."""
+        return bool(self._known) and self._known[0].is_same(first)
+
+    def has_values_of(self, first: Tensor) -> bool:
+        """See `Seen`, of the first of the tensors."""
+        return bool(self._known) and self._known[0].has_values_of(first)
 
     def _set(self, changes: int) -> None:
         self._changes = changes
@@ -122,8 +178,11 @@ class Loop:
             levels: timesteps as numbers; by default `levels_of`.
         """
         place = (chunk, layout)
-        if self._mark is not timestep or self._version != _version(timestep) or self._place != place:
-            self._step(timestep, place, (levels or self._levels)(timestep))
+        same = self._mark is timestep and self._version == _version(timestep) and self._place == place
+        now = self._now if same and not timestep.is_inference() else (levels or self._levels)(timestep)
+        if place != self._place or now != self._now or not self._is_branch(prompt[0], same):
+            self._step(place, now)
+        self._took(timestep)
         branch = self._branch(prompt[0])
         watched = self._watched.setdefault(branch, Watched())
         return Spot(self._chunk, self._index, branch, self._now, self._first, (watched.seen(prompt),))
@@ -165,21 +224,30 @@ class Loop:
         self._prompts: dict[str, Tensor] = {}
         self._watched: dict[str, Watched] = {}
 
-    def _step(self, timestep: Tensor, place: tuple[int | None, Hashable], levels: Levels) -> None:
+    def _took(self, timestep: Tensor) -> None:
+        self._mark, self._version = timestep, _version(timestep)
+
+    def _is_branch(self, prompt: Tensor, same: bool) -> bool:
+        """Whether a call at the levels of the step under way belongs to it; `same`: with the same timestep tensor."""
+        called = [self._watched[name] for name in self._seen]
+        if same and not any(watched.is_same(prompt) for watched in called):
+            return True
+        return len(called) < MOST and (same or not any(watched.has_values_of(prompt) for watched in called))
+
+    def _step(self, place: tuple[int | None, Hashable], levels: Levels) -> None:
         """A step begins, perhaps the first of a chunk."""
         if self._chunk >= 0 and place == self._place and _moved_on(self._now, levels):
             self._index += 1
         else:
             self._chunk = self._numbered(place[0])
             self._index, self._first, self._prompts = 0, levels, {}
-        self._mark, self._version, self._place = timestep, _version(timestep), place
-        self._now, self._seen = levels, set()
+        self._place, self._now, self._seen = place, levels, set()
 
     def _branch(self, prompt: Tensor) -> str:
         """Name of the branch that is called with this prompt: as before in the chunk, or the next one of the step."""
         known = [name for name, last in self._prompts.items() if last is prompt]
         names = chain(known, BRANCHES, (f"branch {i}" for i in count(len(BRANCHES))))
-        branch = next(name for name in names if name in known or name not in self._seen)
+        branch = next(name for name in names if name not in self._seen)
         self._seen.add(branch)
         self._prompts[branch] = prompt
         return branch
@@ -249,20 +317,6 @@ def one_level(timestep: Tensor) -> Levels:
 def _moved_on(before: Levels, now: Levels) -> bool:
     """Whether a step can follow another one in a chunk."""
     return len(before) == len(now) and before != now and all(a >= b for a, b in zip(before, now, strict=True))
-
-
-def _are_same(before: tuple[tuple[Tensor, int], ...], now: tuple[tuple[Tensor, int], ...]) -> bool:
-    pairs = zip(before, now, strict=False)
-    return len(before) == len(now) and all(a is b and va == vb for (a, va), (b, vb) in pairs)
-
-
-def _are_equal(before: tuple[tuple[Tensor, int], ...], now: tuple[tuple[Tensor, int], ...]) -> bool:
-    """Whether other tensors hold the same values; one that was written to does not."""
-    pairs = zip(before, now, strict=False)
-    return len(before) == len(now) and all(
-        va == vb if a is b else a.shape == b.shape and a.device == b.device and torch.equal(a, b)
-        for (a, va), (b, vb) in pairs
-    )
 
 
 def _version(tensor: Tensor) -> int:
