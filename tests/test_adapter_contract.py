@@ -332,6 +332,45 @@ def test_two_structures_that_fit_are_not_chosen_between(family: ModuleType) -> N
         find(Wide())
 
 
+class Holding(nn.Module):
+    """Has another module as an attribute of a given name."""
+
+    def __init__(self, **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+
+def test_a_wrapper_is_refused_with_the_part_that_has_an_adapter(clean_registry: None) -> None:
+    register(Wide, "a_family_that_is_not_there")  # and need not be: nothing is imported
+    register(Structure(class_name="Collecting", attributes=("blocks",)), "neither_is_this")
+    one = r"But its part `model` \(Wide\) has one: enable the cache on that\.$"
+    with pytest.raises(RollcacheError, match=one):
+        find(Holding(vae=nn.Linear(1, 1), model=Wide()))
+    nested = Holding(base_model=Holding(model=Collecting([Paired()])), teacher=Wide())
+    several = r"its part `base_model\.model` \(Collecting\) or `teacher` \(Wide\) has one: enable the cache on that\.$"
+    with pytest.raises(RollcacheError, match=several):
+        find(nested)
+    register(Structure(class_name="Collecting", attributes=("blocks",)), "rollcache.adapters.refused:magi")
+    outer = Wide()
+    outer.inner = Wide()
+    with pytest.raises(RollcacheError, match=r"its part `teacher` \(Wide\) has one"):
+        find(Holding(refused=Collecting([Paired()]), teacher=outer))
+    for without in (Holding(), Holding(refused=Collecting([Paired()]))):
+        with pytest.raises(RollcacheError, match=r"mark the passes\.$"):
+            find(without)
+
+
+def test_a_model_that_was_compiled_as_a_whole_is_told_so(clean_registry: None) -> None:
+    register(Wide, "a_family_that_is_not_there")
+    compiled = torch.compile(Wide(), backend="eager")
+    advice = r"was compiled as a whole, .* compile its blocks one by one.* docs/footguns\.md\.$"
+    with pytest.raises(RollcacheError, match=f"^this Wide {advice}"):
+        rollcache.enable(compiled, EAGER)  # type: ignore[arg-type]
+    with pytest.raises(RollcacheError, match=rf"part `generator\.model` \(Wide\) has one; it {advice}"):
+        find(Holding(generator=Holding(model=compiled)))
+
+
 def test_the_classes_of_diffusers_that_are_known_exist_and_have_an_adapter() -> None:
     pytest.importorskip("diffusers")
     names = [name for name in registry._BY_CLASS if name.startswith("diffusers.")]

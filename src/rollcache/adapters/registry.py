@@ -18,6 +18,13 @@ from rollcache.adapters.spec import Adapter
 from rollcache.passes import RollcacheError
 
 _NOTHING = object()
+_REFUSING = "rollcache.adapters.refused:"  # sources that say why there is no adapter
+_COMPILED = "_orig_mod"  # where torch.compile(model) keeps the model
+_IN_IT = f".{_COMPILED}"
+_WHOLE = (
+    "was compiled as a whole, where a cache cannot decide between blocks: leave the model itself as it is, compile its "
+    "blocks one by one, then enable the cache on it. See torch.compile in docs/footguns.md."
+)
 
 Source = str | Adapter | Callable[[Any], Adapter]
 
@@ -42,6 +49,10 @@ class Structure:
     parameters: tuple[str, ...] = ()
     block_parameters: tuple[str, ...] = ()
     method: str = "forward"
+
+    def fits(self, model: nn.Module) -> bool:
+        """Whether a model is one of these."""
+        return type(model).__name__ == self.class_name and not self.misfits(model)
 
     def misfits(self, model: nn.Module) -> list[str]:
         """What does not match; empty if the adapter fits."""
@@ -75,10 +86,10 @@ _BY_STRUCTURE: dict[Structure, Source] = {
         parameters=("kv_cache", "current_start"),
         method="_forward_inference",
     ): "rollcache.adapters.self_forcing",
-    Structure(class_name="VideoDiTModel", attributes=("videodit_blocks.layers",)): "rollcache.adapters.refused:magi",
+    Structure(class_name="VideoDiTModel", attributes=("videodit_blocks.layers",)): f"{_REFUSING}magi",
     Structure(
         class_name="HunyuanVideo_1_5_DiffusionTransformer", attributes=("double_blocks", "action_in")
-    ): "rollcache.adapters.refused:worldplay",
+    ): f"{_REFUSING}worldplay",
 }
 
 
@@ -101,11 +112,15 @@ def find(model: nn.Module) -> Adapter:
     """The adapter of a model: that of its exact class, else that of the one structure that it has.
 
     Raises:
-        RollcacheError: none is known, or several structures fit; the message lists what did not match.
+        RollcacheError: none is known, or several structures fit; the message lists what did not match. Or the model
+            was compiled as a whole.
     """
     name = qualified(type(model))
     if name in _BY_CLASS:
         return _resolve(_BY_CLASS[name], model)
+    compiled = getattr(model, _COMPILED, None)
+    if isinstance(compiled, nn.Module):
+        raise RollcacheError(f"this {type(compiled).__name__} {_WHOLE}")
     namesakes = {s: s.misfits(model) for s in _BY_STRUCTURE if s.class_name == type(model).__name__}
     fitting = [s for s, misfits in namesakes.items() if not misfits]
     if len(fitting) == 1:
@@ -116,12 +131,35 @@ def find(model: nn.Module) -> Adapter:
     known = ", ".join([*_BY_CLASS, *(s.class_name for s in _BY_STRUCTURE)])
     raise RollcacheError(
         f"no adapter for {name} (known: {known}).{found} Pass adapter=, or blocks= and mark the passes."
+        f"{_parts_with_adapter(model)}"
     )
 
 
 def qualified(model_class: type) -> str:
     """The exact name of a class."""
     return f"{model_class.__module__}.{model_class.__qualname__}"
+
+
+def _parts_with_adapter(model: nn.Module) -> str:
+    """A sentence about the modules in a wrapper that have an adapter; empty if there are none. Nothing is imported."""
+    parts: list[str] = []
+    for path, module in model.named_modules():
+        if path and _is_known(module) and not any(path.startswith(f"{outer}.") for outer in parts):
+            parts.append(path)
+    if not parts:
+        return ""
+    name = {path: f"`{path.removesuffix(_IN_IT)}` ({type(model.get_submodule(path)).__name__})" for path in parts}
+    usable = [name[path] for path in parts if not path.endswith(_IN_IT)]
+    if usable:
+        return f" But its part {' or '.join(usable)} has one: enable the cache on that."
+    return f" But its part {name[parts[0]]} has one; it {_WHOLE}"
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether a module has an adapter, as far as can be told without importing it."""
+    source = _BY_CLASS.get(qualified(type(module)))
+    sources = [s for structure, s in _BY_STRUCTURE.items() if structure.fits(module)] if source is None else [source]
+    return any(not str(s).startswith(_REFUSING) for s in sources)
 
 
 def _resolve(source: Source, model: nn.Module) -> Adapter:
