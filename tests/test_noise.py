@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -88,6 +90,80 @@ def test_a_loop_can_tell_the_cache_which_chunks_start_from_new_noise() -> None:
     assert [noise.correlated(0.9, 2).is_fresh(n) for n in range(3)] == [True] * 3
 
 
+@given(
+    bank=st.sampled_from(BANKS),
+    lengths=st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    dim=st.integers(-3, 2),
+    step=st.integers(0, 2),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_noise_of_a_video_is_that_of_its_chunks(bank: noise.Bank, lengths: list[int], dim: int, step: int) -> None:
+    size = [2, 5, 3]
+    size[dim] = sum(lengths)
+    made = bank.video(*size, frames=lengths, dim=dim, step=step)
+    assert list(made.shape) == size
+    size[dim] = max(lengths)
+    for n, chunk in enumerate(made.split(lengths, dim)):
+        assert torch.equal(chunk, bank.at(n, step)(*size).narrow(dim, 0, lengths[n]))
+
+
+def test_the_chunks_of_a_video_may_be_of_one_length_and_the_rest_is_as_for_every_draw() -> None:
+    bank = noise.per_cycle(2, seed=3)
+    made = bank.video(1, 6, 4, frames=2)
+    assert torch.equal(made, bank.video((1, 6, 4), frames=[2, 2, 2], dim=-2))
+    assert torch.equal(made[:, :2], made[:, 2:4]) and not torch.equal(made[:, :2], made[:, 4:])
+    half = bank.video(1, 6, 4, frames=(2, 2, 2), dtype=torch.bfloat16)
+    assert torch.equal(half, made.bfloat16())
+    assert bank.video(1, 6, 4, frames=2, device="meta").device.type == "meta"
+
+
+def test_whole_numbers_may_be_those_of_numpy() -> None:
+    two, three = np.int64(2), np.int32(3)
+    bank = noise.per_cycle(two, seed=three)  # type: ignore[arg-type]
+    assert bank == noise.per_cycle(2, seed=3)
+    assert bank.describe() == noise.per_cycle(2, seed=3).describe()
+    assert torch.equal(bank.at(three, step=two)(4), noise.per_cycle(2, seed=3).at(3, step=2)(4))  # type: ignore[arg-type]
+    assert bank.is_fresh(two) is True
+    assert bank.is_fresh(three) is False
+    assert torch.equal(bank.video(1, 6, 2, frames=[two, 4]), bank.video(1, 6, 2, frames=[2, 4]))  # type: ignore[list-item]
+
+
+def test_a_pipeline_that_takes_the_noise_of_a_video_starts_every_chunk_from_the_bank() -> None:
+    pytest.importorskip("transformers", reason="the pipelines of diffusers need it: pip install 'rollcache[diffusers]'")
+    pytest.importorskip("diffusers", reason="the real pipeline is needed: pip install 'rollcache[diffusers]'")
+    from diffusers_doubles import WAN, diffusers, quiet, seeded, vae
+
+    lengths = [1, 2, 2, 1]
+    model = seeded(lambda: diffusers.AnyFlowFARTransformer3DModel(**WAN, chunk_partition=tuple(lengths)))
+    scheduler = diffusers.FlowMapEulerDiscreteScheduler()
+    parts = {"tokenizer": None, "text_encoder": None, "vae": vae(), "scheduler": scheduler, "transformer": model}
+    pipe = quiet(diffusers.AnyFlowFARPipeline(**parts))
+    bank, started = noise.per_cycle(None, seed=1), []
+
+    def watch(_: Any, args: Any, kwargs: Any) -> None:
+        if not kwargs["kv_cache_flag"]["is_cache_step"]:
+            started.append(kwargs["hidden_states"])  # [B, F, C, H, W]
+
+    hook = model.register_forward_pre_hook(watch, with_kwargs=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # flex_attention without torch.compile, on a CPU
+        pipe(
+            prompt=None,
+            prompt_embeds=torch.zeros(1, 8, 16),
+            height=32,
+            width=32,
+            num_frames=21,
+            num_inference_steps=1,
+            chunk_partition=lengths,
+            latents=bank.video(1, 4, 6, 4, 4, frames=lengths, dim=2),
+            output_type="latent",
+        )
+    hook.remove()
+    longest = bank.at(0)(1, 4, 2, 4, 4).transpose(1, 2)
+    assert len(started) == 4
+    assert all(torch.equal(x, longest[:, :length]) for x, length in zip(started, lengths, strict=True))
+
+
 def test_a_bank_says_in_one_line_what_it_does() -> None:
     assert noise.fresh(seed=2).describe() == "noise: fresh for every chunk, seed 2"
     assert noise.per_cycle(None).describe() == "noise: one for the whole rollout, seed 0"
@@ -104,6 +180,18 @@ def test_a_bank_says_in_one_line_what_it_does() -> None:
         (lambda: noise.fresh(seed=-1), "seed must be"),
         (lambda: noise.fresh().at(-1), "chunk must be"),
         (lambda: noise.fresh().at(0, 0.5), "step must be"),  # type: ignore[arg-type]
+        (lambda: noise.fresh().at(True), "chunk must be"),
+        (lambda: noise.fresh().at(torch.tensor(1)), "chunk must be"),  # type: ignore[arg-type]
+        (lambda: noise.fresh().is_fresh(-1), "chunk must be"),
+        (lambda: noise.fresh().video(1, 7, 4, frames=3), r"have 7 frames in dimension 1, which frames=3 does not div"),
+        (
+            lambda: noise.fresh().video(1, 7, 4, frames=[1, 3]),
+            r"have 7 frames in dim.*, but frames=\[1, 3\] add up to 4",
+        ),
+        (lambda: noise.fresh().video(1, 4, 7, frames=[3, 0, 4], dim=2), "frames must be an integer of at least 1"),
+        (lambda: noise.fresh().video(1, 0, 7, frames=[]), "have 0 frames"),
+        (lambda: noise.fresh().video(1, 0, 7, frames=2), "have 0 frames"),
+        (lambda: noise.fresh().video(4, frames=2), r"dim=1 is no dimension of latents of shape \(4,\)"),
     ],
 )
 def test_what_cannot_be_is_named(make: Any, message: str) -> None:

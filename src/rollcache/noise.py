@@ -1,4 +1,4 @@
-"""Noise for the chunks of a rollout that is shared between them, for loops of one's own.
+"""Noise for the chunks of a rollout that is shared between them, for loops of one's own and pipelines that take noise.
 
 Whether there is anything to reuse between chunks is decided by their noise: from fresh noise the inputs of the first
 steps are orthogonal, whatever the chunks show. A *bank* draws the noise of a loop so that chunks share it:
@@ -21,6 +21,12 @@ stand still. A bank is therefore never used unless a loop asks for it; print `de
 (True, False)
 >>> print(bank.describe())
 noise: one per cycle of 4 chunks, seed 7
+
+A pipeline that takes the noise of a whole video at once is given `video`:
+
+>>> latents = bank.video(1, 7, 16, 8, 8, frames=[1, 3, 3])  # three chunks along dimension 1
+>>> torch.equal(latents[:, 1:4], latents[:, 4:7]), torch.equal(latents[:, :1], latents[:, 1:2])
+(True, True)
 """
 
 from __future__ import annotations
@@ -28,6 +34,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,17 +60,50 @@ class Bank:
     def __post_init__(self) -> None:
         check_range("rho", self.rho, 0, 1)
         if self.every is not None:
-            check_count("every", self.every, 1)
-        check_count("seed", self.seed)
+            object.__setattr__(self, "every", _count("every", self.every, 1))
+        object.__setattr__(self, "seed", _count("seed", self.seed))
 
     def at(self, chunk: int, step: int = 0) -> Draws:
         """Stands in for `torch.randn` at one step of one chunk."""
-        check_count("chunk", chunk)
-        check_count("step", step)
-        return Draws(self, chunk, step)
+        return Draws(self, _count("chunk", chunk), _count("step", step))
+
+    def video(
+        self,
+        *size: int | Sequence[int],
+        frames: int | Sequence[int],
+        dim: int = 1,
+        step: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """The noise of all latent frames of a video, chunk by chunk, for pipelines that take it at once.
+
+        Chunk n is the first draw of `at(n, step)` in the size of the longest chunk, of which a shorter one has the
+        leading frames.
+
+        Args:
+            size: shape of the latents, as numbers or as one sequence.
+            frames: latent frames of every chunk, or of each in turn.
+            dim: dimension of the latent frames; -4 is that of [..., F, C, H, W], and -3 that of [..., C, F, H, W].
+            step: the same for all chunks; noise that a loop adds after a step is drawn with `at`.
+            dtype: see `Draws`.
+            device: see `Draws`.
+
+        Raises:
+            ValueError: the chunks do not make up the latent frames that `size` has.
+        """
+        shape = _shape(size)
+        if not -len(shape) <= dim < len(shape):
+            raise ValueError(f"dim={dim} is no dimension of latents of shape {shape}.")
+        lengths = _lengths(frames, shape[dim], f"latents of shape {shape} have {shape[dim]} frames in dimension {dim}")
+        longest = list(shape)
+        longest[dim] = max(lengths)
+        draws = (self.at(n, step)(longest, dtype=dtype, device=device) for n in range(len(lengths)))
+        return torch.cat([x.narrow(dim, 0, length) for x, length in zip(draws, lengths, strict=True)], dim)
 
     def is_fresh(self, chunk: int) -> bool:
         """Whether a chunk starts from noise that the one before did not use; see `Pass.fresh_noise`."""
+        chunk = _count("chunk", chunk)
         return chunk == 0 or self.rho < 1 or (self.every is not None and chunk % self.every == 0)
 
     def describe(self) -> str:
@@ -98,8 +139,7 @@ class Draws:
             dtype: of the result; by default the one of `torch.randn`.
             device: likewise.
         """
-        first = size[0] if size else ()
-        shape = tuple(first) if isinstance(first, Sequence) else size
+        shape = _shape(size)
         bank, cycle = self._bank, 0 if self._bank.every is None else self._chunk // self._bank.every
         parts: list[Tensor] = []
         if bank.rho > 0:
@@ -115,11 +155,37 @@ class Draws:
         """The next draw, with the shape, dtype and device of `x`."""
         return self(*x.shape, dtype=x.dtype, device=x.device)
 
-    def _normal(self, shape: tuple[int | Sequence[int], ...], part: str, place: int) -> Tensor:
+    def _normal(self, shape: tuple[int, ...], part: str, place: int) -> Tensor:
         key = f"{self._bank.seed} {part} {place} {self._step} {self._count}".encode()
         seed = int.from_bytes(blake2b(key, digest_size=8).digest(), "little", signed=True)
         generator = torch.Generator("cpu").manual_seed(seed)
-        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")  # type: ignore[arg-type]
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def _shape(size: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
+    """A shape that was given as numbers or as one sequence."""
+    given: Any = size[0] if size and isinstance(size[0], Sequence) else size
+    return tuple(given)
+
+
+def _lengths(frames: int | Sequence[int], total: int, have: str) -> list[int]:
+    """Latent frames of each chunk of a video of `total`; `have` says what there is, for messages."""
+    if isinstance(frames, Sequence):
+        lengths = [_count("frames", length, 1) for length in frames]
+        if not lengths or sum(lengths) != total:
+            raise ValueError(f"{have}, but frames={list(frames)} add up to {sum(lengths)}.")
+        return lengths
+    length = _count("frames", frames, 1)
+    if not total or total % length:
+        raise ValueError(f"{have}, which frames={length} does not divide: pass the length of every chunk, e.g. [1, 3].")
+    return [length] * (total // length)
+
+
+def _count(name: str, value: Any, low: int = 0) -> int:
+    """A whole number as a plain integer; those of NumPy are welcome."""
+    plain = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+    check_count(name, plain, low)
+    return plain
 
 
 def fresh(*, seed: int = 0) -> Bank:
