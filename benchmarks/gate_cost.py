@@ -77,7 +77,7 @@ class Runner:
         self, model: Stack, x: Tensor, policy: PolicyConfig, protected: bool = False, **settings: bool
     ) -> None:
         self.model, self.x, self.protected = deepcopy(model), x, protected
-        self.cache = rollcache.enable(self.model, policy, blocks=self.model.blocks, **settings)
+        self.cache = rollcache.enable(self.model, policy, blocks=self.model.blocks, kv_writes="commit_only", **settings)
         self.chunk = 0
         for _ in range(3):
             self.run()

@@ -145,7 +145,7 @@ def by_hand(model: nn.Module, rule: Rule, **loop: Any) -> tuple[list[Tensor], li
 
 @contextmanager
 def cached(model: nn.Module, policy: PolicyConfig) -> Any:
-    handle = rollcache.enable(model, policy, blocks=list(model.blocks))  # type: ignore[arg-type]
+    handle = rollcache.enable(model, policy, blocks=list(model.blocks), kv_writes="commit_only")  # type: ignore[arg-type]
     try:
         yield handle
     finally:

@@ -85,7 +85,9 @@ def run(handle: rollcache.Cache, model: nn.Module, inputs: list[Tensor], steps: 
 def skip_once(policy: Any, aux: Any) -> tuple[Collecting, float]:
     """A pass that is computed and one that is skipped, in the next chunk or in the next step."""
     model = Collecting([Paired() for _ in range(3)])
-    handle = rollcache.enable(model, policy, blocks=model.blocks, io=BlockIO(returns="hidden, aux", aux=aux))
+    handle = rollcache.enable(
+        model, policy, blocks=model.blocks, kv_writes="commit_only", io=BlockIO(returns="hidden, aux", aux=aux)
+    )
     across_steps = isinstance(policy, StepReuse | Stacked)
     with handle.rollout():
         for n in range(1 if across_steps else 2):
@@ -116,7 +118,9 @@ def test_a_function_makes_it_of_the_arguments_that_the_skipped_block_was_called_
 
 def test_what_a_block_returned_last_is_kept_by_branch() -> None:
     model = Collecting([Paired() for _ in range(2)])
-    handle = rollcache.enable(model, EAGER, blocks=model.blocks, io=BlockIO(returns="hidden, aux", aux="last"))
+    handle = rollcache.enable(
+        model, EAGER, blocks=model.blocks, kv_writes="commit_only", io=BlockIO(returns="hidden, aux", aux="last")
+    )
     seen = []
     with handle.rollout():
         for _ in range(2):
@@ -133,7 +137,9 @@ def test_a_block_may_return_its_hidden_state_alone(alone: bool) -> None:
     model = Collecting([Paired() for _ in range(2)])
     for block in model.blocks:
         block.alone = alone
-    handle = rollcache.enable(model, EAGER, blocks=model.blocks, io=BlockIO(returns="hidden, aux", aux="omit"))
+    handle = rollcache.enable(
+        model, EAGER, blocks=model.blocks, kv_writes="commit_only", io=BlockIO(returns="hidden, aux", aux="omit")
+    )
     first, second = run(handle, model, [ones(), ones(2)])
     assert (number(first), number(second)) == (4, 2 + 3)
 

@@ -410,7 +410,7 @@ def test_a_commit_at_another_noise_level_needs_context_noise_and_its_lack_is_not
         assert cache.stats().skipped > 0
     with (
         enable(model, XCache(), adapter=self_forcing(fresh_noise=False)),
-        pytest.raises(RollcacheError, match="no commit pass since chunk 1"),
+        pytest.raises(RollcacheError, match="no commit pass of cond since chunk 1"),
     ):
         Loop(model, shared_noise=True, context_noise=100).run(3)
     with pytest.raises(ValueError, match=r"context_noise must be in \[0, 1000\], got -1"):

@@ -33,7 +33,10 @@ def without_gradients() -> Iterator[None]:
 def reasons(policy: Any, conditions: list[tuple[Condition, ...]], **settings: Any) -> list[Reason]:
     """Why the only block was computed or replayed in every chunk, whose hidden state is always the same."""
     model = doubling(1)
-    with rollcache.enable(model, policy, blocks=model.blocks, **settings) as cache, cache.rollout():
+    with (
+        rollcache.enable(model, policy, blocks=model.blocks, kv_writes="commit_only", **settings) as cache,
+        cache.rollout(),
+    ):
         for now in conditions:
             with cache.chunk(conditions=now):
                 cache.step()

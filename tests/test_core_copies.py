@@ -50,14 +50,14 @@ def test_a_copy_holds_nothing_of_the_cache(way: Callable[[nn.Module], nn.Module]
     model, x = mixing(3), torch.randn(1, 6, 8)
     expected = model(x)
     names = [set(vars(m)) for m in model.modules()]
-    with rollcache.enable(model, WindowReuse(), blocks=model.blocks) as cache:
+    with rollcache.enable(model, WindowReuse(), blocks=model.blocks, kv_writes="commit_only") as cache:
         run(cache, model, x)
         other = way(model)
         assert [set(vars(m)) for m in other.modules()] == names
         assert torch.equal(other(x), expected)
         other.blocks[0].up.zero_()
         assert torch.equal(model.blocks[0].up, mixing(3).blocks[0].up)
-        with rollcache.enable(other, WindowReuse(), blocks=other.blocks) as another:
+        with rollcache.enable(other, WindowReuse(), blocks=other.blocks, kv_writes="commit_only") as another:
             run(another, other, x)
         assert cache.enabled
     assert [set(vars(m)) for m in model.modules()] == names
@@ -67,7 +67,7 @@ def test_a_file_of_a_cached_model_is_that_of_the_bare_one() -> None:
     """So it opens where rollcache is not installed."""
     model = torch.nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     bare, state = pickle.dumps(model), {k: v.clone() for k, v in model.state_dict().items()}
-    with rollcache.enable(model, WindowReuse(), blocks=list(model)) as cache:
+    with rollcache.enable(model, WindowReuse(), blocks=list(model), kv_writes="commit_only") as cache:
         run(cache, model, torch.randn(1, 6, 4))
         cached, now = pickle.dumps(model), model.state_dict()
     assert list(state) == list(now) and all(torch.equal(state[k], now[k]) for k in state)
@@ -82,14 +82,14 @@ def test_a_file_of_a_cached_model_is_that_of_the_bare_one() -> None:
 
 def test_a_shallow_copy_computes_with_the_shared_blocks() -> None:
     model = doubling(2)
-    with rollcache.enable(model, WindowReuse(), blocks=model.blocks):
+    with rollcache.enable(model, WindowReuse(), blocks=model.blocks, kv_writes="commit_only"):
         assert float(copy.copy(model)(torch.ones(1))) == 4
 
 
 def test_a_forward_that_was_put_on_the_instance_before_comes_along() -> None:
     model = doubling(1)
     model.blocks[0].forward = torch.neg
-    with rollcache.enable(model, WindowReuse(), blocks=model.blocks):
+    with rollcache.enable(model, WindowReuse(), blocks=model.blocks, kv_writes="commit_only"):
         other = copy.deepcopy(model)
     assert other.blocks[0].forward is torch.neg
 
@@ -113,7 +113,7 @@ class Versioned(Doubling):
 
 def test_a_state_of_its_own_is_asked_for() -> None:
     model = Stack([Remembering()])
-    with rollcache.enable(model, WindowReuse(), blocks=model.blocks):
+    with rollcache.enable(model, WindowReuse(), blocks=model.blocks, kv_writes="commit_only"):
         other = copy.deepcopy(model)
     assert other.calls == [-1]
     assert not {"forward", "__getstate__"} & set(vars(other.blocks[0]))
@@ -121,7 +121,7 @@ def test_a_state_of_its_own_is_asked_for() -> None:
 
 def test_what_cannot_be_copied_without_its_hook_says_so() -> None:
     model = Stack([Versioned()])
-    with rollcache.enable(model, WindowReuse(), blocks=model.blocks):
+    with rollcache.enable(model, WindowReuse(), blocks=model.blocks, kv_writes="commit_only"):
         for way in WAYS[:2]:
             with pytest.raises(RollcacheError, match=r"Versioned cannot be copied .* disable the cache first"):
                 way(model)
@@ -133,7 +133,7 @@ def test_a_module_that_copies_its_attributes_itself_gives_a_bare_model() -> None
     model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)))
     x = torch.randn(1, 6, 4)
     expected = model(x)
-    with rollcache.enable(model, WindowReuse(), blocks=list(model)) as cache:
+    with rollcache.enable(model, WindowReuse(), blocks=list(model), kv_writes="commit_only") as cache:
         other = copy.deepcopy(copy.deepcopy(model))
         assert torch.equal(other(x), expected)
         assert cache.stats().passes == {}
@@ -143,7 +143,7 @@ def test_a_module_that_copies_its_attributes_itself_gives_a_bare_model() -> None
 
 def test_a_handle_is_not_copied() -> None:
     model = doubling(1)
-    with rollcache.enable(model, WindowReuse(), blocks=model.blocks) as cache:
+    with rollcache.enable(model, WindowReuse(), blocks=model.blocks, kv_writes="commit_only") as cache:
         for way in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(RollcacheError, match="copy its model"):
                 way(cache)

@@ -53,7 +53,7 @@ def drive(
     naive = NaiveXCache(
         config, DEPTH, CAMERAS, lambda s: allocate(s.grid, config.fingerprint_tokens, config.min_frames)
     )
-    handle = rollcache.enable(model, config, blocks=list(model.blocks), lookahead=lookahead)
+    handle = rollcache.enable(model, config, blocks=list(model.blocks), kv_writes="commit_only", lookahead=lookahead)
     bare = [block.__class__.forward.__get__(block) for block in model.blocks]
     wrapped = [lambda hs, *extra, f=f: [f(hs[0], *extra)] for f in bare]
 
@@ -187,7 +187,7 @@ def holes(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> No
 def test_a_run_with_holes_is_replayed_around_them_and_as_one_when_they_close() -> None:
     """Sums over runs are always those of the residuals stored last."""
     model, x = mixing(DEPTH, WIDTH), torch.randn(1, 64, WIDTH)
-    handle = rollcache.enable(model, OPEN, blocks=list(model.blocks))
+    handle = rollcache.enable(model, OPEN, blocks=list(model.blocks), kv_writes="commit_only")
     kept = residuals(model, x)
     model.forget_calls()
     with torch.no_grad(), handle.rollout():
@@ -216,7 +216,9 @@ def test_look_ahead_over_holes_sees_what_the_inputs_themselves_show(refresh: Any
     def evidence(lookahead: bool) -> list[tuple[float, float]]:
         model = mixing(DEPTH, WIDTH)
         config = replace(OPEN, refresh=refresh)
-        handle = rollcache.enable(model, config, blocks=list(model.blocks), lookahead=lookahead)
+        handle = rollcache.enable(
+            model, config, blocks=list(model.blocks), kv_writes="commit_only", lookahead=lookahead
+        )
         with torch.no_grad(), handle.rollout():
             for y in inputs:
                 with handle.chunk(segments=CAMERAS):
@@ -241,7 +243,7 @@ def test_a_fingerprint_that_was_never_taken_is_never_guessed(monkeypatch: pytest
 
     monkeypatch.setattr(policy_of, "decide", blindly_in_chunk_1)
     model = mixing(3, WIDTH)
-    handle = rollcache.enable(model, OPEN, blocks=list(model.blocks))
+    handle = rollcache.enable(model, OPEN, blocks=list(model.blocks), kv_writes="commit_only")
     with torch.no_grad(), handle.rollout():
         for _ in range(3):
             with handle.chunk():

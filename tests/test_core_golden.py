@@ -46,7 +46,7 @@ class Model(torch.nn.Module):
 def trace(policy: XCache | WindowReuse) -> str:
     """Nine chunks of two steps, commits every fourth; an object appears in chunk 2, the action moves in chunk 6."""
     model = Model()
-    handle = rollcache.enable(model, policy, blocks=model.blocks)
+    handle = rollcache.enable(model, policy, blocks=model.blocks, kv_writes="commit_only")
     grid = torch.arange(24.0)
     noise = torch.sin(grid[:, None] * torch.tensor([0.7, 1.1, 1.9, 2.3]))[None]
     segments = [Segment.contiguous("front", 1, (2, 3, 4))]

@@ -28,7 +28,7 @@ def test_a_loop_of_twenty_lines_is_cached() -> None:
     scale = torch.tensor([9.0, 0.3])
     steps, kv_every = 4, 4
 
-    cache = rollcache.enable(model, XCache(), blocks=model.blocks)
+    cache = rollcache.enable(model, XCache(), blocks=model.blocks, kv_writes="commit_only")
     noise = torch.randn(1, 24, 8)
     with cache.rollout():
         for n, action in enumerate(actions):
@@ -50,7 +50,7 @@ def test_a_loop_of_twenty_lines_is_cached() -> None:
 
 def test_a_loop_that_can_emit_from_its_last_window_needs_no_pass() -> None:
     model = doubling(3)
-    cache = rollcache.enable(model, WindowReuse(max_staleness=3), blocks=model.blocks)
+    cache = rollcache.enable(model, WindowReuse(max_staleness=3), blocks=model.blocks, kv_writes="commit_only")
     scale = torch.ones(1)
     passes = []
     with cache.rollout():
@@ -78,7 +78,7 @@ def test_a_loop_that_can_emit_from_its_last_window_needs_no_pass() -> None:
 )
 def test_policies_that_must_see_the_input_never_skip_a_whole_chunk(policy: XCache | WindowReuse) -> None:
     model = doubling(2)
-    cache = rollcache.enable(model, policy, blocks=model.blocks)
+    cache = rollcache.enable(model, policy, blocks=model.blocks, kv_writes="commit_only")
     with cache.rollout():
         for _ in range(3):
             with cache.chunk() as where:
@@ -90,7 +90,7 @@ def test_policies_that_must_see_the_input_never_skip_a_whole_chunk(policy: XCach
 
 def test_a_chunk_of_a_rollout_that_was_invalidated_is_not_skipped() -> None:
     model = doubling(2)
-    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks)
+    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks, kv_writes="commit_only")
     with cache.rollout():
         for n in range(4):
             with cache.chunk() as where:
@@ -107,13 +107,13 @@ def test_a_chunk_of_a_rollout_that_was_invalidated_is_not_skipped() -> None:
 def test_marks_out_of_order_are_named() -> None:
     model = doubling(2)
     x = torch.ones(1, 4, 2)
-    cache = rollcache.enable(model, XCache(), blocks=model.blocks)
+    cache = rollcache.enable(model, XCache(), blocks=model.blocks, kv_writes="commit_only")
     with pytest.raises(RollcacheError, match="without a mark"):
         model(x)
     with pytest.raises(RollcacheError, match=r"chunk\(\) outside of a rollout"), cache.chunk():
         pass
     with cache.rollout():
-        with pytest.raises(RollcacheError, match=r"rollout\(\) inside a rollout"), cache.rollout():
+        with pytest.raises(RollcacheError, match=r"rollout\(\) inside rollout"), cache.rollout():
             pass
         for verb in (cache.step, cache.commit, cache.prefill):
             with pytest.raises(RollcacheError, match="outside of a chunk"):
@@ -139,7 +139,7 @@ def test_marks_out_of_order_are_named() -> None:
 
 def test_an_error_in_the_loop_is_not_hidden_by_a_mark_that_was_left_open() -> None:
     model = doubling(2)
-    cache = rollcache.enable(model, XCache(), blocks=model.blocks)
+    cache = rollcache.enable(model, XCache(), blocks=model.blocks, kv_writes="commit_only")
     with pytest.raises(ZeroDivisionError):
         break_off(cache)
     with cache.rollout(), cache.chunk():
@@ -155,7 +155,7 @@ def break_off(cache: rollcache.Cache) -> None:
 
 def test_steps_count_themselves_once_per_branch() -> None:
     model = doubling(1)
-    cache = rollcache.enable(model, XCache(front_blocks=0), blocks=model.blocks)
+    cache = rollcache.enable(model, XCache(front_blocks=0), blocks=model.blocks, kv_writes="commit_only")
     with cache.rollout():
         for _ in range(2):
             with cache.chunk():
@@ -183,8 +183,8 @@ def test_marks_belong_to_loops_without_an_adapter() -> None:
         rollcache.enable(model, XCache(), adapter=adapter)
     cache.disable()
     with pytest.raises(RollcacheError, match="not both"):
-        rollcache.enable(model, XCache(), adapter=adapter, blocks=model.blocks)
-    with pytest.raises(RollcacheError, match="io= goes with blocks="):
+        rollcache.enable(model, XCache(), adapter=adapter, blocks=model.blocks, kv_writes="commit_only")
+    with pytest.raises(RollcacheError, match="io= and kv_writes= go with blocks="):
         rollcache.enable(model, XCache(), adapter=adapter, io=rollcache.BlockIO())
 
 
@@ -228,7 +228,7 @@ def test_a_call_that_the_adapter_does_not_claim_passes_through() -> None:
 def test_a_resumed_rollout_goes_on_where_it_stopped() -> None:
     """Two rollouts take turns, each left and entered again for every chunk."""
     model = doubling(3)
-    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks)
+    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks, kv_writes="commit_only")
     for _ in range(6):
         for key in ("a", "b"):
             with cache.rollout(key, resume=True), cache.chunk():
@@ -254,7 +254,7 @@ def test_a_resumed_rollout_goes_on_where_it_stopped() -> None:
 
 def test_a_context_that_was_left_is_not_entered_again() -> None:
     model = doubling(1)
-    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks)
+    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks, kv_writes="commit_only")
     rollout = cache.rollout()
     with rollout:
         chunk = cache.chunk()
@@ -276,7 +276,7 @@ def test_a_context_that_was_left_is_not_entered_again() -> None:
 @pytest.mark.parametrize("bad", ["a", 1.0, True, -1, torch.tensor(1)])
 def test_an_index_is_an_integer_from_0(bad: Any) -> None:
     model = doubling(1)
-    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks)
+    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks, kv_writes="commit_only")
     with cache.rollout():
         with pytest.raises(RollcacheError, match=r"chunk\(\) takes an index, .* at least 0, got"), cache.chunk(bad):
             pass
@@ -291,7 +291,7 @@ def test_an_index_is_an_integer_from_0(bad: Any) -> None:
 
 def test_an_index_of_numpy_is_a_plain_one() -> None:
     model = doubling(1)
-    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks)
+    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks, kv_writes="commit_only")
     with cache.rollout():
         for n in np.arange(2):
             with cache.chunk(n) as where:
@@ -304,7 +304,7 @@ def test_an_index_of_numpy_is_a_plain_one() -> None:
 def test_a_chunk_does_not_go_back_in_its_rollout() -> None:
     """In another rollout of the same key it does, and starts that afresh."""
     model = doubling(1)
-    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks)
+    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks, kv_writes="commit_only")
 
     def run(index: int) -> None:
         with cache.chunk(index):
@@ -331,7 +331,7 @@ def test_a_chunk_does_not_go_back_in_its_rollout() -> None:
 
 def test_a_mark_is_for_the_thread_that_made_it() -> None:
     model = doubling(1)
-    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks)
+    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks, kv_writes="commit_only")
 
     def call() -> None:
         with torch.no_grad():
@@ -352,7 +352,7 @@ def test_a_mark_is_for_the_thread_that_made_it() -> None:
 
 def test_a_model_that_runs_is_not_called_from_another_thread() -> None:
     model = doubling(2)
-    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks)
+    cache = rollcache.enable(model, WindowReuse(), blocks=model.blocks, kv_writes="commit_only")
 
     def call() -> None:
         with torch.no_grad():

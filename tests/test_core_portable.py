@@ -131,12 +131,12 @@ def test_marks_go_on_where_the_exported_rollout_was() -> None:
     made, held = [], b""
     for moves in (False, True):
         z = noises(1)[0]
-        cache = rollcache.enable(model, EAGER, blocks=list(model.blocks))
+        cache = rollcache.enable(model, EAGER, blocks=list(model.blocks), kv_writes="commit_only")
         for n in range(4):
             if moves and n == 2:
                 held = cache.export_state("a")
                 cache.disable()
-                cache = rollcache.enable(model, EAGER, blocks=list(model.blocks))
+                cache = rollcache.enable(model, EAGER, blocks=list(model.blocks), kv_writes="commit_only")
                 cache.restore_state("a", held)
             with cache.rollout("a", resume=n > 0), cache.chunk() as where:
                 assert where.chunk == n

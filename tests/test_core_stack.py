@@ -18,9 +18,12 @@ from torch import Tensor, nn
 import rollcache
 from rollcache import (
     Action,
+    Adapter,
     Condition,
     Decision,
+    Pass,
     Reason,
+    Role,
     RollcacheError,
     Segment,
     Stacked,
@@ -71,7 +74,7 @@ class ScriptedPolicy(StackPolicy):
 
 def run(policy: Any, inputs: list[list[Tensor]], model: Stack, **chunk: Any) -> tuple[list[Tensor], Any]:
     """Chunks of steps under marks; returns the outputs and the handle."""
-    handle = rollcache.enable(model, policy, blocks=list(model.blocks))
+    handle = rollcache.enable(model, policy, blocks=list(model.blocks), kv_writes="commit_only")
     out = []
     with torch.no_grad(), handle.rollout():
         for steps in inputs:
@@ -147,7 +150,9 @@ def test_a_repair_of_everything_equals_the_full_pass_bit_for_bit() -> None:
 def test_sparse_repair_of_a_model_that_cannot_is_refused_and_nothing_is_attached() -> None:
     model = doubling(2)
     with pytest.raises(RollcacheError, match="repairs='refresh'"):
-        rollcache.enable(model, Scripted(lambda e: COMPUTE, {"repairs": True}), blocks=list(model.blocks))
+        rollcache.enable(
+            model, Scripted(lambda e: COMPUTE, {"repairs": True}), blocks=list(model.blocks), kv_writes="commit_only"
+        )
     assert all("forward" not in vars(m) for m in model.modules())
 
 
@@ -155,7 +160,7 @@ def test_repair_over_ranks_is_refused() -> None:
     model = doubling(2)
     policy = Scripted(lambda e: COMPUTE, {"repairs": True, "backend": "refresh"})
     with pytest.raises(RollcacheError, match="reduce="):
-        rollcache.enable(model, policy, blocks=list(model.blocks), reduce=lambda x: x)
+        rollcache.enable(model, policy, blocks=list(model.blocks), kv_writes="commit_only", reduce=lambda x: x)
 
 
 def test_every_pass_is_concluded_and_a_new_chunk_begins_with_nothing() -> None:
@@ -167,7 +172,9 @@ def test_every_pass_is_concluded_and_a_new_chunk_begins_with_nothing() -> None:
 def test_a_condition_that_moves_within_a_chunk_makes_the_next_step_exact() -> None:
     model = doubling(1)
     action = torch.zeros(2)
-    handle = rollcache.enable(model, StepReuse(steps=4, anchors=(0,)), blocks=list(model.blocks))
+    handle = rollcache.enable(
+        model, StepReuse(steps=4, anchors=(0,)), blocks=list(model.blocks), kv_writes="commit_only"
+    )
     with torch.no_grad(), handle.rollout(), handle.chunk(conditions=[Condition("action", action)]):
         for t, x in enumerate(filled(1, 2, 4, 8)):
             action.fill_(float(t >= 2))
@@ -226,7 +233,9 @@ def test_a_change_of_the_number_of_steps_is_told_when_the_next_chunk_begins() ->
 
 def test_a_budget_without_room_computes() -> None:
     model = doubling(2)
-    handle = rollcache.enable(model, StepReuse(steps=3, anchors=(0,)), blocks=list(model.blocks), memory_budget=10)
+    handle = rollcache.enable(
+        model, StepReuse(steps=3, anchors=(0,)), blocks=list(model.blocks), kv_writes="commit_only", memory_budget=10
+    )
     with torch.no_grad(), handle.rollout(), handle.chunk():
         for x in filled(1, 2, 3):
             handle.step()
@@ -237,7 +246,9 @@ def test_a_budget_without_room_computes() -> None:
 @pytest.mark.parametrize("history", [1, 3])
 def test_bytes_are_given_back(history: int) -> None:
     model = doubling(2)
-    handle = rollcache.enable(model, Scripted(lambda e: COMPUTE, {"history": history}), blocks=list(model.blocks))
+    handle = rollcache.enable(
+        model, Scripted(lambda e: COMPUTE, {"history": history}), blocks=list(model.blocks), kv_writes="commit_only"
+    )
     with torch.no_grad(), handle.rollout("a"):
         for _ in range(2):
             with handle.chunk():
@@ -268,10 +279,12 @@ def test_stacked_methods_share_a_trace_in_which_nothing_is_counted_twice() -> No
 def test_stacking_the_wrong_way_round_is_refused() -> None:
     model = doubling(2)
     with pytest.raises(RollcacheError, match="passes=XCache decides about blocks"):
-        rollcache.enable(model, Stacked(passes=XCache(), blocks=XCache()), blocks=list(model.blocks))
+        rollcache.enable(
+            model, Stacked(passes=XCache(), blocks=XCache()), blocks=list(model.blocks), kv_writes="commit_only"
+        )
     once = StepReuse(steps=2, anchors=(0,))
     with pytest.raises(RollcacheError, match="blocks=StepReuse decides about whole passes"):
-        rollcache.enable(model, Stacked(passes=once, blocks=once), blocks=list(model.blocks))
+        rollcache.enable(model, Stacked(passes=once, blocks=once), blocks=list(model.blocks), kv_writes="commit_only")
 
 
 def test_what_an_adapter_does_not_show_is_named() -> None:
@@ -294,7 +307,9 @@ def test_an_exception_in_the_middle_of_a_pass_forgets_the_rollout() -> None:
 
     block = Failing()
     model = Stack([Doubling(), block])
-    handle = rollcache.enable(model, StepReuse(steps=3, anchors=(0, 1)), blocks=list(model.blocks))
+    handle = rollcache.enable(
+        model, StepReuse(steps=3, anchors=(0, 1)), blocks=list(model.blocks), kv_writes="commit_only"
+    )
     with torch.no_grad(), handle.rollout():
         with handle.chunk():
             handle.step()
@@ -313,7 +328,9 @@ def test_an_exception_in_the_middle_of_a_pass_forgets_the_rollout() -> None:
 
 def test_forks_go_their_own_ways() -> None:
     model = doubling(1)
-    handle = rollcache.enable(model, StepReuse(steps=2, anchors=(0,)), blocks=list(model.blocks))
+    handle = rollcache.enable(
+        model, StepReuse(steps=2, anchors=(0,)), blocks=list(model.blocks), kv_writes="commit_only"
+    )
     with torch.no_grad():
         with handle.rollout("a"), handle.chunk():
             handle.step()
@@ -347,7 +364,9 @@ def test_the_encoder_stream_is_replayed_along() -> None:
 
     model = Two()
     io = rollcache.BlockIO(encoder=(1, "encoder_hidden_states"), returns="hidden, encoder")
-    handle = rollcache.enable(model, StepReuse(steps=2, anchors=(0,)), blocks=list(model.blocks), io=io)
+    handle = rollcache.enable(
+        model, StepReuse(steps=2, anchors=(0,)), blocks=list(model.blocks), kv_writes="commit_only", io=io
+    )
     with torch.no_grad(), handle.rollout(), handle.chunk():
         handle.step()
         model(torch.ones(1, 1, 1), torch.ones(1, 2, 1))
@@ -396,7 +415,7 @@ def test_nothing_is_predicted_from_both_sides_of_a_change_of_conditions() -> Non
     model = doubling(1)
     action = torch.zeros(1)
     policy = StepReuse(steps=6, anchors=(0, 1, 3), order=1)
-    handle = rollcache.enable(model, policy, blocks=list(model.blocks))
+    handle = rollcache.enable(model, policy, blocks=list(model.blocks), kv_writes="commit_only")
     with torch.no_grad(), handle.rollout(), handle.chunk(conditions=[Condition("action", action)]):
         for t, x in enumerate(filled(1, 2, 4, 8, 16, 32)):
             action.fill_(float(t >= 3))
@@ -409,7 +428,9 @@ def test_nothing_is_predicted_from_both_sides_of_a_change_of_conditions() -> Non
 @pytest.mark.parametrize("order", [1, 2])
 def test_a_noise_level_that_is_no_number_computes(order: int) -> None:
     model = doubling(1)
-    handle = rollcache.enable(model, StepReuse.uniform(8, 4, order=order), blocks=list(model.blocks))
+    handle = rollcache.enable(
+        model, StepReuse.uniform(8, 4, order=order), blocks=list(model.blocks), kv_writes="commit_only"
+    )
     with torch.no_grad(), handle.rollout(), handle.chunk():
         for t in range(8):
             handle.step(time=math.nan if t > 2 else 1 - t / 8)
@@ -418,12 +439,13 @@ def test_a_noise_level_that_is_no_number_computes(order: int) -> None:
 
 
 def test_steps_out_of_order_are_refused() -> None:
-    model = doubling(1)
-    handle = rollcache.enable(model, StepReuse.uniform(8, 3), blocks=list(model.blocks))
-    with torch.no_grad(), handle.rollout(), handle.chunk():
-        handle.step(5)
+    model, steps = doubling(1), iter((5, 2))
+    adapter = Adapter(
+        blocks=lambda m: list(m.blocks), locate=lambda *_: Pass(role=Role.DENOISE, chunk=0, step=next(steps))
+    )
+    rollcache.enable(model, StepReuse.uniform(8, 3), adapter=adapter)
+    with torch.no_grad():
         model(torch.ones(1, 1, 1))
-        handle.step(2)
         with pytest.raises(RollcacheError, match=r"step 2 of chunk 0 comes after step 5 \(cond\): StepReuse needs"):
             model(torch.ones(1, 1, 1))
 
@@ -448,7 +470,9 @@ def test_methods_that_look_refuse_hidden_states_that_are_lists_or_have_more_dime
 def test_a_storage_dtype_that_cannot_hold_residuals_is_refused(dtype: Any) -> None:
     model = doubling(1)
     with pytest.raises(RollcacheError, match="storage_dtype must be"):
-        rollcache.enable(model, StepReuse.uniform(2, 1), blocks=list(model.blocks), storage_dtype=dtype)
+        rollcache.enable(
+            model, StepReuse.uniform(2, 1), blocks=list(model.blocks), kv_writes="commit_only", storage_dtype=dtype
+        )
 
 
 def test_frames_that_a_window_does_not_have_are_refused() -> None:

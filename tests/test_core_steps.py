@@ -91,7 +91,9 @@ def test_more_exact_steps_than_there_are_is_an_error() -> None:
 def run(policy: StepReuse | None, inputs: list[list[Tensor]], model: torch.nn.Module) -> list[Tensor]:
     """Chunks of steps through a model; returns every output."""
     out = []
-    handle = None if policy is None else rollcache.enable(model, policy, blocks=list(model.blocks))  # type: ignore[arg-type]
+    handle = (
+        None if policy is None else rollcache.enable(model, policy, blocks=list(model.blocks), kv_writes="commit_only")
+    )  # type: ignore[arg-type]
     with torch.no_grad():
         if handle is None:
             return [model(x) for chunk in inputs for x in chunk]
@@ -140,7 +142,7 @@ def test_residuals_on_a_line_or_parabola_over_noise_levels_are_predicted_exactly
     curve = [3 + 2 * s + (order - 1) * 5 * s * s for s in sigmas]
     model = doubling(1)
     policy = StepReuse(steps=6, anchors=(0, 1, 2), order=order)
-    handle = rollcache.enable(model, policy, blocks=list(model.blocks))
+    handle = rollcache.enable(model, policy, blocks=list(model.blocks), kv_writes="commit_only")
     with torch.no_grad(), handle.rollout(), handle.chunk():
         for sigma, value in zip(sigmas, curve, strict=True):
             handle.step(time=sigma)
@@ -152,7 +154,9 @@ def test_residuals_on_a_line_or_parabola_over_noise_levels_are_predicted_exactly
 
 def test_prediction_needs_noise_levels_and_replays_while_one_residual_is_known() -> None:
     model = doubling(1)
-    handle = rollcache.enable(model, StepReuse(steps=3, anchors=(0, 2), order=1), blocks=list(model.blocks))
+    handle = rollcache.enable(
+        model, StepReuse(steps=3, anchors=(0, 2), order=1), blocks=list(model.blocks), kv_writes="commit_only"
+    )
     with torch.no_grad(), handle.rollout(), handle.chunk():
         for x in (1.0, 2.0, 3.0):
             handle.step()
@@ -181,7 +185,9 @@ def test_a_loop_with_other_steps_than_the_schedule_is_told() -> None:
 
 def test_branches_keep_residuals_of_their_own_and_kv_writes_are_exact() -> None:
     model = doubling(1)
-    handle = rollcache.enable(model, StepReuse(steps=3, anchors=(0,)), blocks=list(model.blocks))
+    handle = rollcache.enable(
+        model, StepReuse(steps=3, anchors=(0,)), blocks=list(model.blocks), kv_writes="commit_only"
+    )
     out = []
     with torch.no_grad(), handle.rollout(), handle.chunk():
         for t, (cond, uncond) in enumerate(((1.0, 10.0), (2.0, 20.0), (3.0, 30.0))):
@@ -196,7 +202,7 @@ def test_branches_keep_residuals_of_their_own_and_kv_writes_are_exact() -> None:
 
 def test_one_residual_per_branch_is_held_whatever_the_number_of_steps() -> None:
     model = mixing(4, 8)
-    handle = rollcache.enable(model, StepReuse.uniform(8, 3), blocks=list(model.blocks))
+    handle = rollcache.enable(model, StepReuse.uniform(8, 3), blocks=list(model.blocks), kv_writes="commit_only")
     with torch.no_grad(), handle.rollout():
         for _ in range(2):
             with handle.chunk():
@@ -211,7 +217,7 @@ def test_one_residual_per_branch_is_held_whatever_the_number_of_steps() -> None:
 def test_a_chunk_is_never_emitted_without_its_steps() -> None:
     """Whole-chunk reuse belongs to policies across chunks."""
     model = mixing(2, 8)
-    handle = rollcache.enable(model, StepReuse.uniform(2, 1), blocks=list(model.blocks))
+    handle = rollcache.enable(model, StepReuse.uniform(2, 1), blocks=list(model.blocks), kv_writes="commit_only")
     with torch.no_grad(), handle.rollout():
         for _ in range(3):
             with handle.chunk() as where:

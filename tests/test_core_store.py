@@ -50,7 +50,7 @@ def tensors_held(handle: Cache) -> int:
 @pytest.mark.parametrize("policy", [EAGER, WindowReuse(), XCache(front_blocks=2, back_blocks=1, fingerprint_tokens=8)])
 def test_predicted_bytes_are_the_bytes_that_are_held_and_anchors_hold_none(policy: Any) -> None:
     model = mixing(DEPTH, WIDTH)
-    handle = rollcache.enable(model, policy, blocks=model.blocks)
+    handle = rollcache.enable(model, policy, blocks=model.blocks, kv_writes="commit_only")
     run(handle, model, 1)
     stats = handle.stats()
     assert stats.bytes_predicted == stats.bytes_actual == tensors_held(handle)
@@ -65,7 +65,7 @@ def test_predicted_bytes_are_the_bytes_that_are_held_and_anchors_hold_none(polic
 
 def test_a_thousand_chunks_hold_what_three_held() -> None:
     model = doubling(3)
-    handle = rollcache.enable(model, EAGER, blocks=model.blocks, trace_capacity=50)
+    handle = rollcache.enable(model, EAGER, blocks=model.blocks, kv_writes="commit_only", trace_capacity=50)
     x = torch.ones(1, 4, 2)
     held = []
     with handle.rollout():
@@ -85,7 +85,7 @@ def test_a_thousand_chunks_hold_what_three_held() -> None:
 
 def test_disabling_and_resetting_give_everything_back() -> None:
     model = mixing(DEPTH, WIDTH)
-    handle = rollcache.enable(model, EAGER, blocks=model.blocks)
+    handle = rollcache.enable(model, EAGER, blocks=model.blocks, kv_writes="commit_only")
     run(handle, model, 2)
     some = weakref.ref(handle._engine.rollouts[("rollout", 1)].rows["cond", 0].entries[0].residual[0])
     handle.reset()
@@ -102,13 +102,13 @@ def test_disabling_and_resetting_give_everything_back() -> None:
 @pytest.mark.parametrize("policy", [EAGER, WindowReuse()])
 def test_a_memory_budget_is_kept_and_costs_skips_only(share: float, policy: Any) -> None:
     model, x = mixing(DEPTH, WIDTH), torch.randn(BATCH, TOKENS, WIDTH)
-    free = rollcache.enable(model, policy, blocks=model.blocks)
+    free = rollcache.enable(model, policy, blocks=model.blocks, kv_writes="commit_only")
     run(free, model, 3, x)
     limit = int(share * free.stats().bytes_actual)
     everything = free.stats().skipped
     free.disable()
     expected = model(x)
-    handle = rollcache.enable(model, policy, blocks=model.blocks, memory_budget=limit)
+    handle = rollcache.enable(model, policy, blocks=model.blocks, kv_writes="commit_only", memory_budget=limit)
     torch.testing.assert_close(run(handle, model, 3, x), expected)
     stats = handle.stats()
     assert tensors_held(handle) == stats.bytes_actual <= limit
@@ -121,7 +121,7 @@ def test_a_memory_budget_is_kept_and_costs_skips_only(share: float, policy: Any)
 
 def test_a_device_without_room_costs_skips_only(monkeypatch: pytest.MonkeyPatch) -> None:
     model = doubling(2)
-    handle = rollcache.enable(model, EAGER, blocks=model.blocks)
+    handle = rollcache.enable(model, EAGER, blocks=model.blocks, kv_writes="commit_only")
 
     def full(*_: Any, **__: Any) -> Tensor:
         raise torch.OutOfMemoryError
@@ -137,7 +137,9 @@ def test_residuals_may_be_stored_in_a_smaller_dtype() -> None:
     exact = model(x)
     sizes = []
     for dtype in (None, torch.bfloat16):
-        handle = rollcache.enable(model, WindowReuse(), blocks=model.blocks, storage_dtype=dtype)
+        handle = rollcache.enable(
+            model, WindowReuse(), blocks=model.blocks, kv_writes="commit_only", storage_dtype=dtype
+        )
         y = run(handle, model, 2, x)
         assert y.dtype is torch.float32
         torch.testing.assert_close(y, exact, rtol=1e-2, atol=1e-2)
@@ -158,7 +160,9 @@ def test_a_run_in_bfloat16_adds_up_in_float32() -> None:
             return (h.float() + self.amount).to(h.dtype)
 
     model = Stack([Adding(256.0), *[Adding(0.5) for _ in range(8)]])
-    handle = rollcache.enable(model, XCache(front_blocks=0), blocks=model.blocks, storage_dtype=torch.float32)
+    handle = rollcache.enable(
+        model, XCache(front_blocks=0), blocks=model.blocks, kv_writes="commit_only", storage_dtype=torch.float32
+    )
     x = torch.zeros(1, 4, 2)
     run(handle, model, 1, x, steps=1, key="a")
     row = handle._engine.rollouts["a"].rows["cond", 0]
@@ -172,7 +176,7 @@ def test_a_run_in_bfloat16_adds_up_in_float32() -> None:
 
 def test_a_stored_residual_does_not_change_when_the_model_reuses_its_tensors() -> None:
     model = doubling(2)
-    handle = rollcache.enable(model, EAGER, blocks=model.blocks)
+    handle = rollcache.enable(model, EAGER, blocks=model.blocks, kv_writes="commit_only")
     x = torch.ones(1, 4, 2)
     y = run(handle, model, 1, x, steps=1, key="a")
     y.fill_(99.0)
@@ -191,7 +195,7 @@ def test_a_stored_residual_does_not_change_when_the_model_reuses_its_tensors() -
 def test_a_setting_of_enable_out_of_range_is_named(name: str, value: Any) -> None:
     model = doubling(2)
     with pytest.raises(ValueError, match=f"^{name} must be an integer of at least [01], got "):
-        rollcache.enable(model, EAGER, blocks=model.blocks, **{name: value})
+        rollcache.enable(model, EAGER, blocks=model.blocks, kv_writes="commit_only", **{name: value})
     assert "forward" not in vars(model)
 
 

@@ -35,7 +35,7 @@ def without_gradients() -> Iterator[None]:
 
 
 def attach(model: Stack, policy: Any = EAGER, **settings: Any) -> Cache:
-    return rollcache.enable(model, policy, blocks=list(model.blocks), **settings)
+    return rollcache.enable(model, policy, blocks=list(model.blocks), kv_writes="commit_only", **settings)
 
 
 def generate(handle: Cache, model: nn.Module, inputs: list[Tensor], steps: int = 1, key: Any = None) -> list[Tensor]:
@@ -457,6 +457,19 @@ class Sharded(nn.Module):
         return h + 0.5 * torch.tanh((h + mean) @ self.weight)
 
 
+def on_two_ranks(run: Callable[[int, str], None], folder: Path) -> list[Any]:
+    """What two processes wrote down."""
+    context = torch.multiprocessing.spawn(run, (str(folder),), nprocs=2, join=False)
+    for _ in range(60):
+        if context.join(timeout=2):
+            break
+    else:
+        for process in context.processes:
+            process.kill()
+        pytest.fail("the ranks wait for each other")
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
 MOVED = (4, 6)  # the chunks in which the tokens of one rank change
 
 
@@ -487,7 +500,7 @@ def on_rank(rank: int, folder: str) -> None:
                 with handle.chunk(segments=segments):
                     handle.step()
                     outputs.append(float(model(x).sum()))
-                local.append(asked[0] if asked else 0.0)  # what enters block 0
+                local.append(asked[1] if len(asked) > 1 else 0.0)  # what enters block 0, after the age of the state
         actions = [[r.action for r in handle.trace if r.chunk == n] for n in range(8)]
         with handle.rollout("b"):
             for _ in range(rollcache.engine.IDLE_CHUNKS * 2):
@@ -506,16 +519,34 @@ def on_rank(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+def with_uneven_tokens(rank: int, folder: str) -> None:
+    """Rank 1 has a token less from chunk 4 on, and forgets everything in chunk 8."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    model = Stack([Sharded(i) for i in range(3)])
+    x = torch.randn(1, 12, 8, generator=torch.Generator().manual_seed(rank))
+    with torch.no_grad():
+        handle = attach(model, XCache(min_cosine=0.99, front_blocks=0), reduce=reduce_max)
+        for n in range(12):
+            if rank == 1 and n == 8:
+                handle.reset("a")
+            with handle.rollout("a", resume=True), handle.chunk(n):
+                handle.step()
+                model(x[:, : 12 - (rank == 1 and n >= 4)])
+    actions = [[r.action for r in handle.trace if r.chunk == n] for n in range(12)]
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(actions))
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_of_which_one_forgets_agree(tmp_path: Path) -> None:
+    one, two = on_two_ranks(with_uneven_tokens, tmp_path)
+    assert one == two
+    computed = [n for n, actions in enumerate(one) if set(actions) == {"compute"}]
+    assert computed == [0, 4, 8]
+
+
 def test_ranks_with_opposite_evidence_agree_and_only_the_first_one_logs(tmp_path: Path) -> None:
-    context = torch.multiprocessing.spawn(on_rank, (str(tmp_path),), nprocs=2, join=False)
-    for _ in range(60):
-        if context.join(timeout=2):
-            break
-    else:
-        for process in context.processes:
-            process.kill()
-        pytest.fail("the ranks wait for each other")
-    one, two = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    one, two = on_two_ranks(on_rank, tmp_path)
     assert one["actions"] == two["actions"]
     kinds = [set(chunk) for chunk in one["actions"]]
     assert kinds[1] == {"replay"}

@@ -114,7 +114,7 @@ def test_a_loop_that_does_not_say_what_it_emits_is_told() -> None:
 def test_a_model_without_sparse_blocks_is_refused_with_the_way_out() -> None:
     model = doubling(2)
     with pytest.raises(RollcacheError, match="repairs='refresh'"):
-        rollcache.enable(model, Replan(), blocks=list(model.blocks))
+        rollcache.enable(model, Replan(), blocks=list(model.blocks), kv_writes="commit_only")
 
 
 def test_frames_are_computed_as_decided_and_a_replan_renews_the_plan() -> None:

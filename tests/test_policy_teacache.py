@@ -217,7 +217,7 @@ def test_blocks_that_write_into_their_input_do_not_change_a_decision() -> None:
     for made in (blocks, [_Adding(b) for b in blocks]):
         model = Stack(made)
         config, io = TeaCache(max_drift=0.08, warmup=2), BlockIO(hidden=(0, "h"), in_place=made is not blocks)
-        handle = rollcache.enable(model, config, blocks=list(model.blocks), io=io)
+        handle = rollcache.enable(model, config, blocks=list(model.blocks), kv_writes="commit_only", io=io)
         with torch.no_grad(), handle.rollout(), handle.chunk():
             for x in inputs:
                 handle.step()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rollcache import adapters, portable
-from rollcache.adapters.spec import Adapter, BlockIO, marked
+from rollcache.adapters.spec import Adapter, BlockIO, KVWrites, marked
 from rollcache.decision import Action, Decision, Stats, Trace
 from rollcache.engine import Engine, Hook, find_hook
 from rollcache.marks import Marks
@@ -106,9 +106,9 @@ class Cache:
         """See `Marks.step`."""
         self._mark().step(index, **settings)
 
-    def commit(self) -> None:
+    def commit(self, **settings: Any) -> None:
         """See `Marks.commit`."""
-        self._mark().commit()
+        self._mark().commit(**settings)
 
     def prefill(self) -> None:
         """See `Marks.prefill`."""
@@ -134,7 +134,8 @@ class Cache:
             return False
         state, decisions = found
         state.skip(at.chunk)
-        state.dirty = self._engine.adapter.kv_writes == "every_forward"
+        if self._engine.adapter.kv_writes in ("every_forward", "last_step"):
+            state.dirty.update(cell.branch for cell, _ in decisions)
         self.trace.chunks += 1
         for cell, decision in decisions:
             entry = state.whole(cell.branch, cell.step).entries[0]
@@ -191,6 +192,8 @@ class Cache:
                 "this cache follows its adapter; marks are for enable(model, policy, blocks=...), and for adapters "
                 "without locate."
             )
+        if not self.enabled:
+            raise RollcacheError("the cache is disabled, so marks mean nothing: enable() it again.")
         return self._marks
 
     def _place(self, where: Any) -> Pass:
@@ -243,6 +246,7 @@ def enable(
     adapter: Adapter | None = None,
     blocks: Sequence[nn.Module] | None = None,
     io: BlockIO | None = None,
+    kv_writes: KVWrites | None = None,
     memory_budget: int | None = None,
     storage_dtype: torch.dtype | None = None,
     max_rollouts: int = 4,
@@ -260,6 +264,8 @@ def enable(
         blocks: instead of an adapter: the blocks, in the order in which they are called; the loop then marks its passes
             with `Cache.rollout`, `chunk`, `step` and `commit`.
         io: how those blocks take and return their hidden state.
+        kv_writes: when that model writes K/V that later chunks attend to, see `Adapter`. It has to be said with
+            `blocks=`: a wrong guess would leave K/V of skipped blocks stale without a word.
         memory_budget: bytes that residuals and fingerprints may take; what does not fit is computed.
         storage_dtype: dtype of stored residuals; None keeps that of the hidden state.
         max_rollouts: rollouts whose state is kept at a time; the one used longest ago makes room.
@@ -293,9 +299,14 @@ def enable(
         if adapter is not None:
             raise RollcacheError("pass either adapter= or blocks=, not both.")
         marks, mine = Marks(), list(blocks)
-        adapter = Adapter(blocks=lambda _: mine, locate=marks.locate, io=io or BlockIO())
-    elif io is not None:
-        raise RollcacheError("io= goes with blocks=; an adapter has its own.")
+        if kv_writes is None:
+            raise RollcacheError(
+                "blocks= needs kv_writes=, when the model writes K/V that later chunks attend to: 'never', "
+                "'commit_only' (in passes of their own), 'every_forward' or 'last_step'."
+            )
+        adapter = Adapter(blocks=lambda _: mine, locate=marks.locate, io=io or BlockIO(), kv_writes=kv_writes)
+    elif io is not None or kv_writes is not None:
+        raise RollcacheError("io= and kv_writes= go with blocks=; an adapter has its own.")
     else:
         adapter = adapter or adapters.find(model)
         if adapter.locate is marked:

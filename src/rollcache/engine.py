@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rollcache.adapters.spec import Adapter
 from rollcache.conditions import Moved, Snapshot
@@ -174,7 +174,7 @@ class Engine:
         self.budget = Budget(memory_budget, strict=reduce is not None)
         self.dtype = storage_dtype
         self.max_rollouts = max_rollouts
-        self.reduce = reduce
+        self.reduce = None if reduce is None else partial(_reduced, reduce)
         self.lookahead = lookahead
         self.trace = Trace(self.depth, trace_capacity)
         self.clock = Clock()
@@ -294,6 +294,8 @@ class Engine:
     def _block_runner(self, index: int) -> Callable[[Callable[..., Any], Any, Any], Any]:
         def run(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             if self._walk is None:
+                if not self._busy:
+                    self._check_hook()
                 return original(*args, **kwargs)
             return self._walk.block(index, original, args, kwargs)
 
@@ -309,6 +311,10 @@ class Engine:
         where = self.adapter.locate(self.model, args, kwargs)
         if where is None:
             return original(*args, **kwargs)
+        if not isinstance(where, Pass):
+            raise RollcacheError(
+                f"locate() of the adapter must give a Pass, or None to let a call through; it gave {where!r}."
+            )
         if torch.is_grad_enabled():
             raise RollcacheError(
                 "rollcache is for inference: call the model under torch.no_grad() or torch.inference_mode()."
@@ -326,18 +332,29 @@ class Engine:
         finally:
             self._walk, self._busy = None, False
 
+    def _check_hook(self) -> None:
+        """A block runs, and nobody saw the pass begin: it was called by itself, or the hook on the model is gone."""
+        if self._hooks and vars(self.model).get("forward") is not self._hooks[-1]:
+            raise RollcacheError(
+                f"{type(self.model).__name__} runs without its cache: something that had replaced its forward before "
+                "the cache was enabled took that back, and the cache with it (pipe.enable_model_cpu_offload() does so "
+                "at the end of every call). disable() this cache, and enable one before offloading is set up."
+            )
+
     def _enter(self, where: Pass, args: Any, kwargs: Any) -> Walk | StackWalk | None:
         """Account for a pass. Returns the walk of a denoise pass; passes of other roles run untouched."""
         self.trace.passes[where.role.value] += 1
         if where.role is not Role.DENOISE:
             known = self.rollouts.get(where.rollout)
             if known is not None and where.role is Role.COMMIT:
-                known.dirty = False
+                known.dirty.discard(where.branch)
             return None
         rollout = self.state(where.rollout)
         if rollout.enter(where, self.weights):
             self.trace.chunks += 1
             self._tell_if_idle()
+        if where.kv_write:
+            rollout.dirty.discard(where.branch)
         self._passes += 1
         exact = rollout.is_first(where) and self._begins_exact(args, kwargs)
         blocks = None if rollout.inner is None else Walk(self, rollout, where, self._passes, exact)
@@ -365,6 +382,18 @@ class Engine:
         state = self.rollouts.get(where.rollout)
         if state is not None:
             state.clear("a pass raised an exception")
+
+
+def _reduced(reduce: Reduce, mine: Tensor) -> Tensor:
+    """What the user's reduction gives, which must be a tensor."""
+    worst = reduce(mine)
+    if not isinstance(worst, Tensor) or worst.shape != mine.shape:
+        raise RollcacheError(
+            f"reduce= must return the elementwise maximum over the ranks as a tensor {list(mine.shape)}, it returned "
+            f"{list(worst.shape) if isinstance(worst, Tensor) else worst!r}; torch.distributed.all_reduce writes into "
+            "its argument and returns nothing: return that argument."
+        )
+    return worst
 
 
 def _pieces(span: range, required: frozenset[int]) -> list[range]:

@@ -23,7 +23,7 @@ from threading import Thread, current_thread
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from rollcache.adapters.spec import Args, Kwargs
-from rollcache.passes import Condition, Pass, Role, RollcacheError, Segment
+from rollcache.passes import Condition, Pass, Role, RollcacheError, Segment, check_items
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,8 +76,8 @@ class Marks:
         self._inside = False
         self._settings: dict[str, Any] = {}
         self._step = -1
-        self._branches: set[str] = set()
-        self._committed = False
+        self._last: dict[str, int] = {}  # step of each branch
+        self._committed: set[str] = set()
         self._mark: Pass | None = None
         self._thread: Thread | None = None  # that made the mark
 
@@ -94,7 +94,10 @@ class Marks:
         if resume and key is None:
             raise RollcacheError("rollout(resume=True) needs the key of the rollout that goes on.")
         if self._rollout is not None:
-            raise RollcacheError("rollout() inside a rollout: leave the first one before.")
+            raise RollcacheError(
+                f"rollout() inside rollout {self._rollout!r}: leave the first one before. Several that take turns leave "
+                "theirs after each chunk, and come back with rollout(key, resume=True)."
+            )
         self._rollouts += 1
         self._rollout = ("rollout", self._rollouts) if key is None else key
         self._chunk = self.last_chunk(self._rollout) if resume else -1
@@ -136,6 +139,8 @@ class Marks:
                 f"chunk({index}) after chunk {self._chunk}: the index only grows in a rollout; to start over, leave "
                 "the rollout and enter another."
             )
+        check_items("chunk(conditions=...)", conditions, Condition)
+        check_items("chunk(segments=...)", segments, Segment)
         self._chunk = self._chunk + 1 if index is None else int(index)
         self._settings = {
             "rollout": self._rollout,
@@ -147,7 +152,7 @@ class Marks:
             "steps": steps,
             "frame": frame,
         }
-        self._inside, self._step, self._branches, self._committed = True, -1, set(), False
+        self._inside, self._step, self._last, self._committed = True, -1, {}, set()
         try:
             yield Pass(role=Role.DENOISE, **self._settings)
             if self._mark is not None:
@@ -162,7 +167,7 @@ class Marks:
 
         Args:
             index: index of the step; by default the next one, or the same as before for a branch that has not had it
-                yet.
+                yet. In one branch of a chunk it only grows.
             branch: see `Pass`.
             kv_write: see `Pass`.
             time: see `Pass`.
@@ -170,19 +175,29 @@ class Marks:
         self._check("step")
         if self._committed:
             raise RollcacheError("step() after commit() in one chunk: the commit pass must come last.")
+        last = self._last.get(branch, -1)
         if index is None:
-            index = self._step if self._step >= 0 and branch not in self._branches else self._step + 1
+            index = self._step if self._step > last else self._step + 1
         index = _checked("step", index)
-        if index != self._step:
-            self._step, self._branches = index, set()
-        self._branches.add(branch)
+        if index <= last:
+            raise RollcacheError(
+                f"step({index}) after step {last} of this chunk ({branch}): the index only grows; another chunk begins "
+                "with `with cache.chunk():`."
+            )
+        self._step = self._last[branch] = index
         self._set(Pass(role=Role.DENOISE, step=index, branch=branch, kv_write=kv_write, time=time, **self._settings))
 
-    def commit(self) -> None:
-        """The next pass writes the clean K/V of this chunk."""
+    def commit(self, *, branch: str = "cond") -> None:
+        """The next pass writes the clean K/V of this chunk.
+
+        Args:
+            branch: whose K/V, for loops in which each branch has its own.
+        """
         self._check("commit")
-        self._committed = True
-        self._set(Pass(role=Role.COMMIT, **self._settings))
+        if branch in self._committed:
+            raise RollcacheError(f"commit() twice in one chunk ({branch}).")
+        self._set(Pass(role=Role.COMMIT, branch=branch, **self._settings))
+        self._committed.add(branch)
 
     def prefill(self) -> None:
         """The next pass encodes given context."""

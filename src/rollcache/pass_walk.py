@@ -47,9 +47,22 @@ class PassWalk:
     def _look(self, hidden: Hidden) -> None:
         """See the hidden state for the first time in this pass."""
         self.rollout.settle(self.where.branch, Signature.of(hidden, self.where.segments))
+        if self.engine.reduce is not None:
+            self.rollout.agree(self.engine.reduce, hidden[0].device)
         device = hidden[0].device.type
         mixed = torch.is_autocast_enabled(device)  # which would run the arithmetic of the gate in low precision
         self.precise = torch.autocast(device, enabled=False) if mixed else nullcontext()
+
+    def _returned(self, index: int, args: Args, kwargs: Kwargs, output: Any) -> Hidden:
+        """The streams that a block returned, in the form in which it took them."""
+        if wrong := self.io.misfit(args, kwargs, output):
+            raise RollcacheError(f"block {index} {wrong}")
+        return self.io.parse(output)
+
+    def _left_out(self) -> None:
+        """Blocks of this pass were not run: the K/V that they would have written is missing."""
+        if self.engine.adapter.kv_writes in ("every_forward", "last_step") and not self.where.kv_write:
+            self.rollout.dirty.add(self.where.branch)
 
     def _remember(self, index: int, output: Any) -> None:
         """What a block that was run returned beside its hidden state may have to be repeated."""

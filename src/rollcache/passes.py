@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -167,6 +168,9 @@ class Pass:
             Methods that work across steps read it as the noise level sigma, 1 at pure noise.
         steps: denoising steps of a chunk, where the loop says it: a method that is set up for another number refuses.
         frame: the latent frame of the window that this chunk emits, in loops that emit one of several; None emits all.
+
+    Raises:
+        TypeError: an attribute is of another kind.
     """
 
     role: Role
@@ -182,6 +186,23 @@ class Pass:
     time: float | None = None
     steps: int | None = None
     frame: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.role, Role):
+            raise TypeError(f"Pass.role must be a Role such as Role.DENOISE, got {self.role!r}.")
+        for name, index in (("chunk", self.chunk), ("step", self.step)):
+            if isinstance(index, bool) or not isinstance(index, Integral) or (index < 0 and self.role is Role.DENOISE):
+                raise TypeError(f"Pass.{name} must be an integer of at least 0, got {index!r}.")
+        if not isinstance(self.branch, str):
+            raise TypeError(f"Pass.branch must be the name of a branch, got {self.branch!r}.")
+        check_items("Pass.segments", self.segments, Segment)
+        check_items("Pass.conditions", self.conditions, Condition)
+
+
+def check_items(what: str, items: Any, kind: type) -> None:
+    """Raise `TypeError` unless `items` is a sequence of instances of a class."""
+    if not isinstance(items, tuple | list) or not all(isinstance(item, kind) for item in items):
+        raise TypeError(f"{what} must be a list or tuple of {kind.__name__}, got {items!r}.")
 
 
 class Cell(NamedTuple):

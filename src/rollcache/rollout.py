@@ -13,7 +13,7 @@ from rollcache.passes import Cell, Pass, RollcacheError, Segment
 from rollcache.policies.base import Policy, StackPolicy
 from rollcache.policies.stacked import split
 from rollcache.stack_store import StackRow
-from rollcache.store import Budget, Row
+from rollcache.store import Budget, Reduce, Row
 
 log = logging.getLogger("rollcache")
 
@@ -53,7 +53,7 @@ class Rollout:
         chunk: index of the chunk under way.
         ordinal: chunks begun before this one since the state was last invalidated; -1 until one begins. Nothing is
             stored before, so after an invalidation in mid-chunk the next chunk is exact.
-        dirty: K/V of replayed blocks is stale and waits for a commit pass.
+        dirty: branches in which K/V of replayed blocks is stale and waits for a commit pass.
         told: why the state was invalidated so far.
         budget: bytes that it shares with the other rollouts.
     """
@@ -68,7 +68,7 @@ class Rollout:
         self.streak: dict[str, int] = {}
         self.chunk: int | None = None
         self.ordinal = -1
-        self.dirty = False
+        self.dirty: set[str] = set()
         self.budget = budget
         self._dtype = dtype
         self._signatures: dict[str, Signature] = {}
@@ -124,8 +124,9 @@ class Rollout:
             self.clear("the chunk index went back, which starts a new rollout")
         if self.dirty:
             raise RollcacheError(
-                f"no commit pass since chunk {self.chunk}, although its replayed blocks left stale K/V behind: run the "
-                "commit pass of every chunk, or declare the passes whose K/V stays with kv_write."
+                f"no commit pass of {', '.join(sorted(self.dirty))} since chunk {self.chunk}, although its replayed "
+                "blocks left stale K/V behind: run the commit pass of every chunk, in every branch that has K/V, or "
+                "declare the passes whose K/V stays with kv_write."
             )
         if self._weights != weights:
             self.clear("the weights changed")
@@ -177,6 +178,15 @@ class Rollout:
             if len(visited) == 1:  # nothing else has happened in this chunk: it is the first of a new life
                 self._visited, self.ordinal = visited, 0
         self._signatures[branch] = signature
+
+    def agree(self, reduce: Reduce, device: torch.device) -> None:
+        """What one rank has forgotten, all forget: the most recent invalidation of any rank is that of all."""
+        mine = torch.tensor([1 / (2 + self.ordinal)], device=device)  # the larger, the less is remembered
+        latest = reduce(mine.clone())
+        if latest > mine:
+            visited = self._visited
+            self.clear("another rank had forgotten it")
+            self._visited, self.ordinal = visited, round(1 / float(latest)) - 2
 
     def row(self, where: Pass, cells: tuple[Cell, ...]) -> Row:
         """Where the residuals of a pass are kept."""
@@ -241,7 +251,7 @@ class Rollout:
         self._schedule = None
         self._visited = set()
         self.ordinal = -1
-        self.dirty = False
+        self.dirty = set()
         self.policy.reset()
 
 

@@ -76,8 +76,8 @@ class StackWalk(PassWalk):
     def block(self, index: int, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Stand in for one block: return what it would return."""
         began, clock = perf_counter(), self.engine.clock
-        hidden = self.io.read(args, kwargs)
         self._turn(index)
+        hidden = self.io.read(args, kwargs)
         if index not in self.stack:
             return self._outside(index, forward, args, kwargs)
         if index == self.stack.start:
@@ -108,7 +108,7 @@ class StackWalk(PassWalk):
         if index == self.stack.stop - 1:
             began = perf_counter()
             with self.precise:
-                after = self.io.parse(output)
+                after = self._returned(index, args, kwargs, output)
                 changed = self._end(after)
             clock.gate += perf_counter() - began
             if changed is not None:
@@ -160,7 +160,7 @@ class StackWalk(PassWalk):
         out = self._repair(hidden) if decision.action is Action.REPAIR else self.row.total(hidden, decision.weights)
         self.engine.clock.replayed(perf_counter() - began)
         self._note(out)
-        self.rollout.dirty = self.engine.adapter.kv_writes == "every_forward"
+        self._left_out()
         return out
 
     def _decide(self) -> Decision:

@@ -84,6 +84,7 @@ class Walk(PassWalk):
     def block(self, index: int, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Stand in for one block: return what it would return."""
         began, clock = perf_counter(), self.engine.clock
+        self._turn(index)
         hidden = self.io.read(args, kwargs)
         if index == 0:
             self._settle(hidden)
@@ -98,7 +99,7 @@ class Walk(PassWalk):
         began = perf_counter()
         self._remember(index, output)
         with self.precise:
-            self._leave(index, hidden, self.io.parse(output))
+            self._leave(index, hidden, self._returned(index, args, kwargs, output))
         clock.gate += perf_counter() - began
         return output
 
@@ -113,8 +114,7 @@ class Walk(PassWalk):
         self.probing = self.rollout.ordinal <= 0
 
     def _arrive(self, index: int, hidden: Hidden) -> None:
-        """Check the order of the blocks, and whether the model changed the hidden state between two of them."""
-        self._turn(index)
+        """Check whether the model changed the hidden state between two blocks."""
         if self.witness is None or (self.witness.is_same(hidden) and self.witness.untouched()):
             return
         self.engine.breaks.add(index)
@@ -267,7 +267,7 @@ class Walk(PassWalk):
                 entry.snapshot = self._snapshot()
         self.resume = self.cells[stop - 1].stop
         self.witness = Witness(out, self.sampler, self.probing)
-        self.rollout.dirty = self.engine.adapter.kv_writes == "every_forward"
+        self._left_out()
         return out
 
     def _begin(self, index: int, span: int, hidden: Hidden) -> None:

@@ -10,13 +10,20 @@ from torch import Tensor, nn
 
 from rollcache.fingerprint import Hidden
 from rollcache.passes import Pass, RollcacheError, Segment
+from rollcache.settings import check_choice
 from rollcache.tokens import Tokens
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 Aux = Literal["none", "last", "omit"] | Callable[[Args, Kwargs], Any]
+Returns = Literal["hidden", "hidden, encoder", "encoder, hidden", "hidden, aux"]
+KVWrites = Literal["never", "commit_only", "every_forward", "last_step"]
 
 _ALONE: Any = object()  # stands for the aux of a block that returned its hidden state alone
+
+
+class _Rest(tuple[Any, ...]):
+    """All that a block returned behind its hidden state in one tuple."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +32,14 @@ class BlockIO:
 
     The hidden state is a tensor `[B, ..., C]` or a list of them, one per view group. A text or context stream that the
     blocks pass on and change is the *encoder*: it is replayed with the hidden state but not looked at by gates.
-    Anything else that a block returns beside its hidden state is its *aux*: nothing is added to it, and where the block
+    Anything else that a block returns behind its hidden state is its *aux*: nothing is added to it, and where the block
     is not run somebody has to say what stands in its place.
 
     Attributes:
         hidden: argument that holds the hidden state: its position, and its keyword for models that call blocks by name.
         encoder: the same for the encoder stream; None if there is none.
-        returns: what comes out. With `hidden, aux` a block may also return its hidden state alone.
+        returns: what comes out. With `hidden, aux` a block may return its hidden state alone, or a tuple that begins
+            with it, of any length: `(h,)` and `(h, attention, kv)` are this form as well.
         aux: what a block that is not run returns beside its hidden state. `none` is None; `last` what it returned when
             it was last run in this branch of the rollout (kept as it is, not copied, and not counted as memory);
             `omit` returns the hidden state alone, where the model takes that as well; a function makes it of the
@@ -41,11 +49,12 @@ class BlockIO:
 
     hidden: tuple[int, str] = (0, "hidden_states")
     encoder: tuple[int, str] | None = None
-    returns: Literal["hidden", "hidden, encoder", "encoder, hidden", "hidden, aux"] = "hidden"
+    returns: Returns = "hidden"
     aux: Aux = "none"
     in_place: bool = False
 
     def __post_init__(self) -> None:
+        check_choice("BlockIO.returns", self.returns, Returns)
         if (self.encoder is None) != ("encoder" not in self.returns):
             raise ValueError(f"returns={self.returns!r} does not go with encoder={self.encoder!r}.")
         if self.aux != "none" and self.returns != "hidden, aux":
@@ -67,15 +76,26 @@ class BlockIO:
         if self.returns == "hidden":
             return _tensors(output)
         if self.returns == "hidden, aux":
-            return _tensors(output[0] if _is_pair(output) else output)
+            return _tensors(output[0] if isinstance(output, tuple) and output else output)
         if not isinstance(output, tuple | list) or len(output) != 2:
             raise RollcacheError(f"a block should return ({self.returns}), it returned {_name(output)}.")
         hidden, encoder = output if self.returns == "hidden, encoder" else reversed(output)
         return (*_tensors(hidden), *_tensors(encoder))
 
+    def misfit(self, args: Args, kwargs: Kwargs, output: Any) -> str:
+        """What is wrong with the form of an output, in view of what the block was called with; empty if nothing is."""
+        if self.returns == "hidden" and isinstance(output, tuple | list):
+            given = _argument(self.hidden, args, kwargs)
+            if isinstance(given, Tensor):
+                return (
+                    f"takes a tensor and returns {_name(output)}: describe it with "
+                    "BlockIO(returns='hidden, aux', aux='last'), or with an encoder stream."
+                )
+        return ""
+
     def aside(self, output: Any) -> Any:
         """What a block returned beside its hidden state, in the form that `emit` takes."""
-        return output[1] if self.returns == "hidden, aux" and _is_pair(output) else _ALONE
+        return _Rest(output[1:]) if self.returns == "hidden, aux" and isinstance(output, tuple) else _ALONE
 
     def stand_in(self, args: Args, kwargs: Kwargs, last: Callable[[], Any]) -> Any:
         """What a block that is not run returns beside its hidden state; `last` gives what it returned when it was."""
@@ -106,7 +126,7 @@ class BlockIO:
         if self.returns == "hidden":
             return hidden
         if self.returns == "hidden, aux":
-            return hidden if aux is _ALONE else (hidden, aux)
+            return hidden if aux is _ALONE else (hidden, *aux) if isinstance(aux, _Rest) else (hidden, aux)
         return (hidden, streams[-1]) if self.returns == "hidden, encoder" else (streams[-1], hidden)
 
 
@@ -127,10 +147,6 @@ def _tensors(value: Any) -> Hidden:
     if isinstance(value, list | tuple) and value and all(isinstance(v, Tensor) for v in value):
         return tuple(value)
     raise RollcacheError(f"a hidden state must be a tensor or a list of tensors, got {_name(value)}. See BlockIO.")
-
-
-def _is_pair(output: Any) -> bool:
-    return isinstance(output, tuple) and len(output) == 2
 
 
 def _name(value: Any) -> str:
@@ -198,7 +214,8 @@ class Adapter:
             `enable(model, policy, blocks=...)`.
         io: how blocks take and return their hidden state.
         kv_writes: when K/V that later chunks attend to is written. With `every_forward` a replayed block leaves old K/V
-            in its slot, so every chunk must end with a `COMMIT` pass; the engine insists on it.
+            in its slot, so every chunk must end with a `COMMIT` pass in each branch, with `last_step` in a pass with
+            `kv_write`; the engine insists on it.
         always_compute: indices of blocks that no method may leave out, since later blocks need what they do besides
             adding to the hidden state; -1 is the last. Or a function that names them, given the blocks.
         first_pass_exact: the first denoise pass of a chunk must be computed, in every branch: blocks move the window of
@@ -214,7 +231,7 @@ class Adapter:
     blocks: Callable[[Any], Sequence[nn.Module]]
     locate: Callable[[Any, Args, Kwargs], Pass | None] = marked
     io: BlockIO = BlockIO()
-    kv_writes: Literal["never", "commit_only", "every_forward", "last_step"] = "commit_only"
+    kv_writes: KVWrites = "commit_only"
     always_compute: frozenset[int] | Callable[[Sequence[nn.Module]], Collection[int]] = frozenset()
     first_pass_exact: bool | Callable[[Any, Args, Kwargs], bool] = False
     place: Callable[[Any, Any], Pass] | None = None
@@ -222,6 +239,9 @@ class Adapter:
     modulated: Callable[[Any, Args, Kwargs], Tensor] | None = None
     embedding: Callable[[Any, Args, Kwargs], Tensor] | None = None
     sparse: SparseBlocks | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("Adapter.kv_writes", self.kv_writes, KVWrites)
 
     def required(self, blocks: Sequence[nn.Module]) -> frozenset[int]:
         """Indices of the blocks that are always computed, all from 0.
