@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from rollcache import adapters, portable
 from rollcache.adapters.spec import Adapter, BlockIO, KVWrites, marked
 from rollcache.decision import Action, Decision, Stats, Trace
-from rollcache.engine import Engine, Hook, find_hook
+from rollcache.engine import Engine
+from rollcache.hook import Hook, find_hook
 from rollcache.marks import Marks
 from rollcache.passes import Cell, Pass, RollcacheError
 from rollcache.policies.base import Evidence, PolicyConfig, StackEvidence

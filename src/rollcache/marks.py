@@ -95,8 +95,8 @@ class Marks:
             raise RollcacheError("rollout(resume=True) needs the key of the rollout that goes on.")
         if self._rollout is not None:
             raise RollcacheError(
-                f"rollout() inside rollout {self._rollout!r}: leave the first one before. Several that take turns leave "
-                "theirs after each chunk, and come back with rollout(key, resume=True)."
+                f"rollout() inside rollout {self._rollout!r}: leave the first one before. Several that take turns "
+                "leave theirs after each chunk, and come back with rollout(key, resume=True)."
             )
         self._rollouts += 1
         self._rollout = ("rollout", self._rollouts) if key is None else key

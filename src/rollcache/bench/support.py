@@ -136,4 +136,4 @@ def _and(names: Sequence[str]) -> str:
 
 
 def _worth(share: float) -> tuple[str, str]:
-    return f"{share:.0%}", f"{1 / (1 - share):.1f}x"
+    return f"{100 * share:.1f}%", f"{1 / (1 - share):.1f}x"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rollcache import adapters
 from rollcache.adapters.spec import Adapter
-from rollcache.engine import Hook
+from rollcache.hook import Hook
 from rollcache.passes import RollcacheError
 
 
