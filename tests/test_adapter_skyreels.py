@@ -172,6 +172,18 @@ def test_methods_across_chunks_reuse_only_inside_an_announced_generation(pipe: A
     assert {d.action for d in after if d.chunk == 2} == {"compute"}, "the last window is shorter"
 
 
+def test_a_method_across_chunks_that_never_finds_anything_hears_of_the_announcement(
+    pipe: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for policy, hints in ((WindowReuse(), 1), (TeaCache(max_drift=0, warmup=1), 0)):
+        caplog.clear()
+        with enable(pipe, policy):
+            for _ in range(3):
+                make(pipe, **KINDS["long"])
+        (told,) = [m for m in caplog.messages if "nothing was replayed" in m]
+        assert told.count("`with rollcache.adapters.loops.generation(") == hints
+
+
 def test_a_run_that_was_broken_off_leaves_nothing_to_the_next(pipe: Any) -> None:
     bare = make(pipe, seed=3)
     with enable(pipe, StepReuse(steps=STEPS, anchors=(0, 2))) as handle:

@@ -293,7 +293,9 @@ class Engine:
             told = {why for rollout in self.rollouts.values() for why in rollout.told}
             again = f"every chunk was a first one ({', '.join(sorted(told)) or 'of another rollout'})"
             why = reasons.most_common(1)[0][0] if reasons else again
-            log.warning("rollcache: nothing was replayed in %d chunks, mostly: %s.", IDLE_CHUNKS - 1, why)
+            across_chunks = all(r.policy.across == "chunks" for r in self.rollouts.values())
+            hint = f" {self.adapter.hint}" if self.adapter.hint and across_chunks else ""
+            log.warning("rollcache: nothing was replayed in %d chunks, mostly: %s.%s", IDLE_CHUNKS - 1, why, hint)
 
     def _invalidate(self, where: Pass) -> None:
         """Fail closed: after an exception nothing of the rollout is trusted."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from rollcache.adapters.diffusers_common import Size, argument, behind, grid, optional, padded, patches, present
-from rollcache.adapters.loops import TIMESTEPS, Loop
+from rollcache.adapters.loops import ANNOUNCE, TIMESTEPS, Loop
 from rollcache.adapters.spec import Adapter, Args, BlockIO, Kwargs
 from rollcache.passes import Pass, Role, Segment
 
@@ -47,6 +47,7 @@ def adapter(model: Any) -> Adapter:
         locate=locate,
         io=BlockIO(encoder=(1, "encoder_hidden_states"), returns="hidden, encoder"),
         kv_writes="never",
+        hint=ANNOUNCE,
         latent=latent,
         modulated=modulated,
         embedding=embedding,

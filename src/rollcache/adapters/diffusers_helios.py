@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from rollcache.adapters.diffusers_common import argument, behind, grid, optional, padded, patches
-from rollcache.adapters.loops import TIMESTEPS, Loop
+from rollcache.adapters.loops import ANNOUNCE, TIMESTEPS, Loop
 from rollcache.adapters.spec import Adapter, Args, Kwargs
 from rollcache.passes import Pass, Role, Segment
 
@@ -41,6 +41,7 @@ def adapter(model: Any) -> Adapter:
         blocks=lambda model: list(model.blocks),
         locate=locate,
         kv_writes="never",
+        hint=ANNOUNCE,
         latent=latent,
         modulated=modulated,
         embedding=embedding,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollcache.adapters.diffusers_common import argument, grid, optional, patches, present
 from rollcache.adapters.diffusers_skyreels_rows import SkyReelsRows
-from rollcache.adapters.loops import TIMESTEPS, Loop, Spot
+from rollcache.adapters.loops import ANNOUNCE, TIMESTEPS, Loop, Spot
 from rollcache.adapters.spec import Adapter, Args, Kwargs
 from rollcache.passes import Pass, Role, Segment
 
@@ -46,6 +46,7 @@ def adapter(model: Any) -> Adapter:
         blocks=lambda model: list(model.blocks),
         locate=locate,
         kv_writes="never",
+        hint=ANNOUNCE,
         latent=latent,
         modulated=modulated,
         embedding=embedding,

@@ -47,6 +47,12 @@ TIMESTEPS = 1000.0
 MOST = 3
 """Branches of a step, as far as calls may be taken for one that could begin a chunk just as well."""
 
+ANNOUNCE = (
+    "No argument of this model tells that two chunks are of one video: write "
+    "`with rollcache.adapters.loops.generation(pipe.transformer):` around the call of the pipeline."
+)
+"""Hint for methods across chunks on models of which that is so."""
+
 _SCALE = torch.tensor([0.001])  # any change of a watched tensor is a thousand times this
 
 Levels = tuple[float, ...]

@@ -226,6 +226,7 @@ class Adapter:
         modulated: what block 0 attends with [B, L, C], from block 0 and its arguments. Default: its bare input.
         embedding: the timestep embedding that modulates the blocks, from block 0 and its arguments.
         sparse: how blocks run for chosen tokens. None: this family can repair tokens by `refresh` only.
+        hint: what to look at first where a method across chunks never replays anything; said once, with that warning.
     """
 
     blocks: Callable[[Any], Sequence[nn.Module]]
@@ -239,6 +240,7 @@ class Adapter:
     modulated: Callable[[Any, Args, Kwargs], Tensor] | None = None
     embedding: Callable[[Any, Args, Kwargs], Tensor] | None = None
     sparse: SparseBlocks | None = None
+    hint: str = ""
 
     def __post_init__(self) -> None:
         check_choice("Adapter.kv_writes", self.kv_writes, KVWrites)
