@@ -185,6 +185,72 @@ def test_positions_that_do_not_count_up_are_found(lie: Any) -> None:
     assert wrong(Causal(), its) == ["positions"]
 
 
+def positions(its: Any, calls: Any) -> str:
+    """What the check of positions finds wrong in a list of `(chunk, step, time)`; empty if nothing."""
+    model = Causal()
+
+    def make() -> Any:
+        for n, (chunk, step, time) in enumerate(calls):
+            x = torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(n))
+            yield (x, time), {"chunk": chunk, "step": step, "branch": "cond", "write": False}
+
+    finding = check_adapter(model, make, adapter=its)["positions"]
+    return finding.why if finding.status == "failed" else ""
+
+
+CALLS = [(n, t, 1 - t / 2) for n in range(3) for t in range(2)]
+
+
+def test_a_chunk_index_that_never_advances_is_found() -> None:
+    still = adapter(locate=lambda *call: replace(locate(*call), chunk=0))
+    why = positions(still, CALLS)
+    assert why.startswith("call 2 (denoise, chunk 0, step 0): chunk 0 begins twice; step 2 ")
+    assert "chunk 0 begins twice" in positions(still, [(n, 0, 1.0) for n in range(4)])
+
+
+def test_steps_that_are_taken_for_chunks_are_found_by_their_time() -> None:
+    def stepwise(model: Any, args: Any, kwargs: Any) -> Pass:
+        where = locate(model, args, kwargs)
+        return replace(where, chunk=2 * where.chunk + where.step, step=0)
+
+    why = positions(adapter("never", locate=stepwise), CALLS)
+    assert why.startswith(
+        "call 1 (denoise, chunk 1, step 0) begins a chunk at time 0.5, which is lower than the 1 that"
+    )
+    assert "is it a step of that chunk?" in why
+    untold = adapter("never", locate=lambda *call: replace(stepwise(*call), time=None))
+    assert not positions(untold, CALLS)
+
+
+@pytest.mark.parametrize(
+    "times", [(1, 0.5), (0.5, 0.5), (0, 0.5), (1,)], ids=["falling", "standing still", "rising", "one step"]
+)
+def test_chunks_that_begin_where_the_one_before_began_pass(times: tuple[float, ...]) -> None:
+    assert not positions(adapter("never"), [(n, t, time) for n in range(3) for t, time in enumerate(times)])
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_rollout_of_fewer_than_three_chunks_shows_too_little(chunks: int) -> None:
+    why = positions(adapter("never"), CALLS[: 2 * chunks])
+    assert why == f"the rollout has {chunks} of what locate() calls a chunk: let it have three or more"
+
+
+@pytest.mark.parametrize("forgotten", ["cond", "uncond"])
+@pytest.mark.parametrize("writes", ["every_forward", "last_step"])
+def test_every_branch_needs_its_own_commit_pass(writes: Any, forgotten: str) -> None:
+    def lie(model: Any, args: Any, kwargs: Any) -> Pass:
+        where = locate(model, args, kwargs | {"last": writes == "last_step"})
+        if kwargs["branch"] != forgotten:
+            return where
+        return replace(where, role=Role.DENOISE, step=kwargs["step"], kv_write=False)
+
+    report = check(Causal(), adapter(writes, locate=lie), writes, ("cond", "uncond"))
+    why = report["commit passes"].why
+    assert report["commit passes"].status == "failed"
+    assert f"ends a chunk of branch {forgotten!r} under kv_writes={writes!r}" in why
+    assert "every branch needs one of its own" in why
+
+
 def test_branches_that_are_told_by_turns_are_found() -> None:
     count = [0]
 
@@ -296,6 +362,48 @@ def test_a_loop_that_is_not_reproducible_is_told_first() -> None:
     report = check_adapter(model, make, adapter=adapter("never"))
     assert [f.name for f in report.failures] == ["reproducible"]
     assert "seed" in report["reproducible"].why
+
+
+class Steered(Causal):
+    """As with a ControlNet: something is added to the hidden state between two blocks."""
+
+    def forward(self, x: Tensor, time: float, **call: Any) -> Tensor:
+        h = x * 1.0
+        for i, block in enumerate(self.blocks):
+            if i == 2:
+                h = h + 0.5
+            h = block(h, torch.tensor(time), call["kv"][i], call["start"], call["write"])
+        return h
+
+
+def test_a_model_that_changes_the_hidden_state_between_blocks_passes() -> None:
+    report = check(Steered(), adapter(), "commit_only", ("cond", "uncond"))
+    assert report.passed, str(report)
+    assert "before blocks [2]" in report["exact when nothing is skipped"].why
+    assert "0 replayed across steps" in report["residuals"].why
+    assert not report["residuals"].why.startswith("0 ")
+
+
+def test_wrong_arithmetic_behind_a_change_between_blocks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    cover = BlockIO.emit
+    monkeypatch.setattr(
+        BlockIO, "emit", lambda self, streams, *rest: cover(self, tuple(1.1 * h for h in streams), *rest)
+    )
+    assert "residuals" in wrong(Steered(), adapter())
+
+
+def test_an_error_inside_locate_and_an_answer_that_is_no_pass_are_told_as_such() -> None:
+    def raising(model: Any, args: Any, kwargs: Any) -> Pass:
+        return kwargs.rollout
+
+    for lie, why in (
+        (raising, "locate() raised AttributeError: 'dict' object has no attribute 'rollout'"),
+        (lambda *_: {"chunk": 0}, "locate() returned {'chunk': 0} (dict): it must give a Pass, or None"),
+        (lambda *_: 1 / 0, "locate() raised ZeroDivisionError: division by zero"),
+    ):
+        report = check(Causal(), adapter(locate=lie))
+        assert [f.name for f in report.failures] == ["exact when nothing is skipped"]
+        assert report.failures[0].why == why
 
 
 def test_an_adapter_that_raises_is_told_and_leaves_the_model_alone() -> None:

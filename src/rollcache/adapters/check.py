@@ -14,11 +14,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from rollcache.adapters.check_calls import Failed, Skipped
+from rollcache.adapters.check_calls import Skipped
 from rollcache.adapters.check_skips import SkipChecks
 from rollcache.adapters.registry import find
-from rollcache.adapters.rehearse import Calls
+from rollcache.adapters.rehearse import Calls, Failed
 from rollcache.adapters.spec import Adapter, marked
+from rollcache.adapters.state import Snapshot
 from rollcache.passes import RollcacheError
 
 Status = Literal["passed", "failed", "skipped"]
@@ -108,8 +109,12 @@ def check_adapter(
     found = find(model) if adapter is None else adapter
     if found.locate is marked:
         raise RollcacheError("an adapter without locate() says nothing about calls that could be checked.")
+    held = Snapshot(model)
     with torch.no_grad():
-        return AdapterReport(type(model).__name__, tuple(_examine(SkipChecks(model, found, make_inputs))))
+        try:
+            return AdapterReport(type(model).__name__, tuple(_examine(SkipChecks(model, found, make_inputs))))
+        finally:
+            held.put_back()
 
 
 def _examine(its: SkipChecks) -> Iterator[Finding]:

@@ -10,28 +10,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rollcache.adapters.rehearse import (
-    ALWAYS,
-    NEVER,
-    Calls,
-    Rehearsal,
-    Run,
-    calls,
-    differing,
-    is_same,
-    tensors_in,
-)
-from rollcache.adapters.spec import Adapter
+from rollcache.adapters.rehearse import ALWAYS, NEVER, Calls, Failed, Forgetful, Rehearsal, Run, calls
+from rollcache.adapters.spec import Adapter, Args, Kwargs
+from rollcache.adapters.state import differing, is_same, kind_of, tensors_in
 from rollcache.cache import enable
 from rollcache.passes import Pass, Role
 
 
 class Skipped(Exception):
     """There is nothing to check."""
-
-
-class Failed(Exception):
-    """The adapter is wrong about something."""
 
 
 class CallChecks:
@@ -85,21 +72,22 @@ class CallChecks:
         with self.rehearsal.cached(NEVER, run) as handle:
             self.rehearsal.play_on(handle, run, None)
             self.found_in_place = set(handle._engine.in_place)
-            breaks = sorted(handle._engine.breaks)
+            self.breaks = set(handle._engine.breaks)
         for i, (a, b) in enumerate(zip(self.bare.outputs, run.outputs, strict=True)):
             if not is_same(a, b):
                 raise Failed(f"call {i} ({said(run.passes[i])}) does not give what the bare model gives")
             if wrong := differing(self.bare.after[i], run.after[i]):
                 raise Failed(f"call {i} ({said(run.passes[i])}) leaves another {wrong[0]} than the bare model")
         self.passes = run.passes
-        if breaks:
+        if self.breaks:
             return (
-                f"bit for bit; the model changes the hidden state before blocks {breaks}: whole passes cannot be reused"
+                f"bit for bit; the model changes the hidden state before blocks {sorted(self.breaks)}: whole passes "
+                "cannot be reused"
             )
         return "bit for bit"
 
     def positions(self) -> str:
-        """Chunks never fall, steps count from 0."""
+        """Chunks never fall, steps count from 0, and steps are not taken for chunks."""
         chunk: dict[Any, int] = {}
         step: dict[Any, int] = {}
         roles: Counter[str] = Counter()
@@ -115,16 +103,45 @@ class CallChecks:
                 continue
             key = (where.rollout, where.chunk, where.branch)
             due = step.get(key, -1) + 1
-            if where.step != due and (where.step or due < 2):
+            if due and not where.step:
+                raise Failed(
+                    f"call {i} ({said(where)}): chunk {where.chunk} begins twice; step {due} of this chunk and branch "
+                    "was due, or another chunk"
+                )
+            if where.step != due:
                 raise Failed(f"call {i} ({said(where)}): step {due} of this chunk and branch was due")
             step[key] = where.step
         if not roles["denoise"]:
             raise Failed("locate() finds no denoise pass: every call is " + (", ".join(roles) or "let through"))
+        self._times()
         self.chunks = len({(w.rollout, w.chunk) for w in self.passes if w and w.role is Role.DENOISE})
+        if self.chunks < 3:
+            raise Failed(f"the rollout has {self.chunks} of what locate() calls a chunk: let it have three or more")
         branches = sorted({w.branch for w in self.passes if w is not None})
         return (
             f"{self.chunks} chunks, {', '.join(f'{n} {r}' for r, n in roles.items())}, branches {', '.join(branches)}"
         )
+
+    def _times(self) -> None:
+        """Chunks begin with noise: what goes on from a lower level than the chunk before is a step of it."""
+        last: dict[Any, Pass] = {}
+        falls: list[tuple[int, Pass, Pass]] = []
+        for i, where in enumerate(self.passes):
+            if where is None or where.role is not Role.DENOISE or where.time is None:
+                continue
+            before = last.get((where.rollout, where.branch))
+            last[where.rollout, where.branch] = where
+            if before is None or before.time is None:
+                continue
+            if before.chunk == where.chunk and where.time > before.time:
+                return  # this loop counts time upwards
+            if before.chunk != where.chunk and where.time < before.time:
+                falls.append((i, before, where))
+        for i, before, where in falls:
+            raise Failed(
+                f"call {i} ({said(where)}) begins a chunk at time {where.time:.4g}, which is lower than the "
+                f"{before.time:.4g} that chunk {before.chunk} ended with: is it a step of that chunk?"
+            )
 
     def commits(self) -> str:
         """Where every forward writes K/V, or the last one does, something must be exact at the end of a chunk."""
@@ -139,39 +156,44 @@ class CallChecks:
                 raise Skipped("the rollout has no commit pass")
             return f"{sum(exact)}, found by their role"
         last: dict[Any, int] = {}
+        final: dict[Any, int] = {}
         for i, where in enumerate(self.passes):
             if where is not None and where.role is not Role.PREFILL:
-                last[where.rollout, where.chunk] = i
-        ends = list(last.values())[: None if writes == "last_step" else -1]
-        for i in ends:
+                last[where.rollout, where.chunk, where.branch] = i
+                final[where.rollout] = where.chunk
+        ends = {key: i for key, i in last.items() if writes == "last_step" or key[1] != final[key[0]]}
+        for (_, _, branch), i in ends.items():
             if not exact[i]:
                 raise Failed(
-                    f"call {i} ({said(self.passes[i])}) ends a chunk under kv_writes={writes!r}, but it is no commit "
-                    "pass and has no kv_write"
+                    f"call {i} ({said(self.passes[i])}) ends a chunk of branch {branch!r} under kv_writes={writes!r}, "
+                    "but it is no commit pass and has no kv_write: every branch needs one of its own"
                 )
-        return f"{len(ends)} chunks end with one"
+        return f"{len(ends)} chunks end with one, counted by branch"
 
     def writes(self) -> str:
         """Denoise passes write K/V only where the adapter says so."""
-        written: list[tuple[int, str]] = []
+        written: dict[int, str] = {}
         returned: dict[Any, set[str]] = {}
         for i, where in enumerate(self.passes):
             if where is None or where.role is not Role.DENOISE or where.kv_write:
                 continue
-            written += [(i, path) for path in self._written(self.bare, i)]
+            if paths := self._written(self.bare, i):
+                written[i] = paths[0]
             here = (where.rollout, where.chunk, where.branch)
             more = tensors_in((self.bare.outputs[i],)).keys() - returned.setdefault(here, set())
             if more and returned[here]:
                 raise Failed(f"call {i} ({said(where)}) returns more than those before: is it a commit pass?")
             returned[here] |= more
         if self.adapter.kv_writes in ("every_forward", "last_step"):
-            return "denoise passes write K/V, as declared" if written else "no denoise pass was seen to write K/V"
+            seen = written or any(map(self._left, self._skippable()))
+            return "denoise passes write K/V, as declared" if seen else "no denoise pass was seen to write K/V"
         if written:
-            i, path = written[0]
+            i = min(written)
             raise Failed(
-                f"call {i} ({said(self.passes[i])}) writes to {path}, although kv_writes={self.adapter.kv_writes!r}: "
-                "is it a commit pass?"
+                f"call {i} ({said(self.passes[i])}) writes to {written[i]}, although "
+                f"kv_writes={self.adapter.kv_writes!r}: is it a commit pass?"
             )
+        self._forget()
         return "no denoise pass writes"
 
     def _written(self, run: Run, call: int) -> list[str]:
@@ -179,6 +201,64 @@ class CallChecks:
         hidden = run.blocks[call][0].before
         changed = differing(run.before[call], run.after[call])
         return [path for path in changed if not any(is_same(run.before[call][path], h) for h in hidden)]
+
+    def _left(self, call: int) -> bool:
+        """Whether a call left something new in its arguments, or anything in the model."""
+        run = self.bare
+        if any(path not in run.before[call] for path in run.after[call] if not path.startswith("model")):
+            return True
+        was, now = ({p: t for p, t in run.after[i].items() if p.startswith("model")} for i in (call - 1, call))
+        return was.keys() != now.keys() or bool(differing(was, now))
+
+    def _skippable(self) -> dict[int, bool]:
+        """Denoise passes whose blocks methods may skip; whether they are the first one of their chunk."""
+        found: dict[int, bool] = {}
+        rollouts = set()
+        last: dict[Any, int] = {}
+        for i, where in enumerate(self.passes):
+            if where is None or where.role is not Role.DENOISE:
+                continue
+            key = (where.rollout, where.branch)
+            if key in rollouts and not where.kv_write:
+                found[i] = last[key] != where.chunk
+            rollouts.add(key)
+            last[key] = where.chunk
+        return found
+
+    def _forget(self) -> None:
+        """Nothing that blocks leave behind in passes that may be skipped is needed by a later call."""
+        skippable = self._skippable()
+        says = self.adapter.first_pass_exact
+
+        def forget(call: int, args: Args, kwargs: Kwargs) -> bool:
+            if not skippable.get(call, False):
+                return call in skippable
+            return not (says(self.model, args, kwargs) if callable(says) else says)
+
+        found = self.rehearsal.forgetful(self.bare.outputs, forget)
+        reader = self._missed(found)
+        if reader is None:
+            return
+        for kind in dict.fromkeys(kind_of(path) for paths in found.taken for path in paths):
+            alone = self.rehearsal.forgetful(self.bare.outputs, forget, kind)
+            first = self._missed(alone)
+            if first is not None:
+                found, reader = alone, first
+                break
+        writer = max(i for i, paths in enumerate(found.taken[:reader]) if paths)
+        error = f" (else {type(found.error).__name__}: {found.error})" if reader == len(found.outputs) else ""
+        raise Failed(
+            f"call {writer} ({said(self.passes[writer])}) leaves {found.taken[writer][0]}, which call {reader} "
+            f"({said(self.passes[reader])}) needs{error}, although kv_writes={self.adapter.kv_writes!r}: is it a "
+            "commit pass?"
+        )
+
+    def _missed(self, run: Forgetful) -> int | None:
+        """The first call that gives something else, or nothing."""
+        for i, output in enumerate(run.outputs):
+            if not is_same(output, self.bare.outputs[i]):
+                return i
+        return len(run.outputs) if run.error is not None else None
 
     def in_place(self) -> str:
         """Found out by itself; declared it costs no chunk."""

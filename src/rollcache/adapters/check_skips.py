@@ -9,19 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rollcache.adapters.check_calls import CallChecks, Failed, Skipped, said
-from rollcache.adapters.rehearse import (
-    ALWAYS,
-    Blocks,
-    Passes,
-    Rehearsal,
-    Run,
-    apart,
-    calls,
-    copied,
-    differing,
-    is_same,
-)
+from rollcache.adapters.check_calls import CallChecks, Skipped, said
+from rollcache.adapters.rehearse import ALWAYS, Blocks, Failed, Passes, Rehearsal, Run, calls
+from rollcache.adapters.state import Snapshot, apart, copied, differing, is_same
 from rollcache.cache import enable
 from rollcache.decision import Action
 from rollcache.passes import Pass, Role, RollcacheError
@@ -74,6 +64,8 @@ class SkipChecks(CallChecks):
             h = tuple(t.double() for t in seen[0].before)
             for at in seen:
                 key = (where.rollout, where.branch, at.block, None if across_steps else where.step)
+                if at.block in self.breaks:
+                    h = tuple(t.double() for t in at.before)
                 if actions[at.block] is Action.COMPUTE:
                     if (far := apart(tuple(t.to(b.dtype) for t, b in zip(h, at.before, strict=True)), at.before)) > 1:
                         raise Failed(f"call {i} ({said(where)}): what enters block {at.block} is off by {far:.2g}")
@@ -90,10 +82,20 @@ class SkipChecks(CallChecks):
         """Whatever denoise passes left behind, commit passes are exact and so is the K/V after them."""
         count = 0
         for run in (r for r in (self.skipping, self.whole, *self.partly) if r is not None):
+            lone: set[str] = set()
+            chunks = set()
             for i, where in enumerate(run.passes):
                 if where is None or (where.role is Role.DENOISE and not where.kv_write):
                     continue
                 count += 1
+                new = [p for p in self.bare.after[i].keys() ^ run.after[i].keys() if p not in lone and "[#" not in p]
+                lone.update(new)
+                chunks.update([(where.rollout, where.chunk)] if new else [])
+                if len(chunks) > 1:  # what is filled once in a rollout is no K/V of chunks
+                    which = "missing" if min(new) in self.bare.after[i] else "there only with skips"
+                    raise Failed(
+                        f"after call {i} ({said(where)}) {min(new)} is {which}: see always_compute and first_pass_exact"
+                    )
                 if wrong := differing(self.bare.after[i], run.after[i]):
                     raise Failed(
                         f"after call {i} ({said(where)}) {wrong[0]} is not what it is without skips: see "
@@ -134,7 +136,7 @@ class SkipChecks(CallChecks):
             return 0
         here = [where]
         fixed = replace(self.adapter, locate=lambda *_: here[0], first_pass_exact=False, kv_writes="commit_only")
-        held = copied(self.rehearsal.held())
+        held = Snapshot(self.model)
         outputs = []
         with enable(self.model, Blocks(pattern), adapter=fixed) as handle:
             for chunk in range(3):  # blocks that write in place are found out in the first one
@@ -144,7 +146,7 @@ class SkipChecks(CallChecks):
                     raise Skipped(f"the arguments cannot be copied ({error}), so no pass can be repeated") from error
                 here[0] = replace(where, chunk=chunk)
                 outputs.append(copied(self.model(*again[0], **again[1])))
-                self._restore(held)
+                held.put_back()
             last = [r for r in handle.trace if r.chunk == 2]
         blocks = sorted(pattern)
         if all(r.action is not Action.REPLAY for r in last):
@@ -156,11 +158,6 @@ class SkipChecks(CallChecks):
                 "roundings: see BlockIO.aux and always_compute"
             )
         return 1
-
-    def _restore(self, held: dict[str, Tensor]) -> None:
-        for path, tensor in self.rehearsal.held().items():
-            if path in held and tensor.shape == held[path].shape:
-                tensor.copy_(held[path])
 
     def shapes(self) -> str:
         """A chunk whose hidden state has another shape is computed in full."""

@@ -7,15 +7,15 @@ the bare model returned. So every call has the arguments of the bare run, and wh
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rollcache.adapters.spec import Adapter, Args, BlockIO, Kwargs
+from rollcache.adapters.state import Change, Snapshot, State, copied, held_by, kind_of, tensors_in
 from rollcache.cache import Cache, enable
 from rollcache.decision import Action, Decision, Reason, Record
 from rollcache.fingerprint import Hidden
@@ -25,7 +25,6 @@ from rollcache.tokens import Tokens
 
 Call = tuple[Args, Kwargs]
 Calls = Iterable[Call] | Generator[Call, Any, None]
-State = dict[str, Tensor]
 
 _COMPUTE = Decision(Action.COMPUTE, Reason.SCHEDULE)
 _REPLAY = Decision(Action.REPLAY, Reason.SCHEDULE)
@@ -126,6 +125,25 @@ class Run:
     records: list[list[Record]] = field(default_factory=list)
 
 
+@dataclass
+class Forgetful:
+    """What came of a run in which a model forgot what its blocks had left in it.
+
+    Attributes:
+        outputs: of the calls until one failed, copied.
+        taken: paths of what was taken back after each call.
+        error: what ended the call after those, if one failed.
+    """
+
+    outputs: list[Any] = field(default_factory=list)
+    taken: list[list[str]] = field(default_factory=list)
+    error: Exception | None = None
+
+
+class Failed(Exception):
+    """The adapter is wrong about something."""
+
+
 class Interrupted(Exception):
     """Stands for whatever ends a pass half-way."""
 
@@ -153,7 +171,7 @@ class Rehearsal:
 
         def locate(model: Any, args: Args, kwargs: Kwargs) -> Pass | None:
             run.passes.append(None)
-            run.passes[-1] = where = self.adapter.locate(model, args, kwargs)
+            run.passes[-1] = where = _located(self.adapter, model, args, kwargs)
             return where
 
         with enable(self.model, policy, adapter=replace(self.adapter, locate=locate)) as handle:
@@ -190,7 +208,7 @@ class Rehearsal:
     ) -> None:
         for index, (args, kwargs, answer) in enumerate(calls(make())):
             known = 0 if handle is None else len(handle.trace)
-            run.before.append(copied(tensors_in((args, kwargs))))
+            run.before.append(copied(self.given(args, kwargs)))
             run.blocks.append([])
             if index == interrupt:
                 self._interrupt(args, kwargs)
@@ -198,7 +216,7 @@ class Rehearsal:
             else:
                 output = self.model(*args, **kwargs)
             run.outputs.append(copied(output))
-            run.after.append(copied(tensors_in((args, kwargs)) | self.held()))
+            run.after.append(copied(self.given(args, kwargs) | self.held()))
             if handle is not None:
                 run.records.append(list(handle.trace)[known:])
             answer(output if answers is None else copied(answers[index]))
@@ -215,14 +233,66 @@ class Rehearsal:
         finally:
             hook.remove()
 
+    def forgetful(self, answers: list[Any], forget: Callable[[int, Args, Kwargs], bool], only: str = "") -> Forgetful:
+        """A bare run in which the model forgets what its blocks left behind, as if they had been skipped.
+
+        Whatever a block changed of what the model holds is taken back when the call is over, and so is what it put
+        into containers among the arguments, but for numbers that it wrote into tensors there, and but for blocks that
+        are always computed. The model is left as it was.
+
+        Args:
+            answers: what the loop is told that the model returned.
+            forget: whether to do so after a call, from its index and its arguments.
+            only: take back what has this `kind_of` path alone.
+        """
+        run, done = Forgetful(), Snapshot(self.model)
+        try:
+            for index, (args, kwargs, answer) in enumerate(calls(self.make())):
+                journal: list[Change] = []
+                with self._noted(journal, args, kwargs) if forget(index, args, kwargs) else nullcontext():
+                    try:
+                        run.outputs.append(copied(self.model(*args, **kwargs)))
+                    except Exception as error:
+                        run.error = error
+                        break
+                taken = [change for change in journal if only in ("", kind_of(change.path))]
+                for change in reversed(taken):
+                    change.undo()
+                run.taken.append([change.path for change in taken])
+                answer(copied(answers[index]))
+        finally:
+            done.put_back()
+        return run
+
+    @contextmanager
+    def _noted(self, journal: list[Change], args: Args, kwargs: Kwargs) -> Iterator[None]:
+        """Note what blocks change that need not be computed."""
+        begun: list[Snapshot] = []
+
+        def before(*_: Any) -> None:
+            begun.append(Snapshot(self.model, (args, kwargs)))
+
+        def after(*_: Any) -> None:
+            changes = begun.pop().changes()
+            journal.extend(c for c in changes if c.path.startswith("model") or not c.numbers)
+
+        required = self.adapter.required(self.blocks)
+        hooks = []
+        for block in (b for i, b in enumerate(self.blocks) if i not in required):
+            hooks += [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def held(self) -> State:
         """Tensors that the model holds besides its parameters."""
-        found = {}
-        for path, module in self.model.named_modules():
-            for name, value in (*module._buffers.items(), *vars(module).items()):
-                if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-                    found[f"model.{path}.{name}".replace("..", ".")] = value
-        return found
+        return held_by(self.model)
+
+    def given(self, args: Args, kwargs: Kwargs) -> State:
+        """Tensors among the arguments of a call."""
+        return tensors_in((args, kwargs), seen={id(module) for module in self.model.modules()})
 
     @contextmanager
     def _watched(self, run: Run, io: BlockIO | None) -> Iterator[None]:
@@ -247,6 +317,17 @@ class Rehearsal:
                 hook.remove()
 
 
+def _located(adapter: Adapter, model: Any, args: Args, kwargs: Kwargs) -> Pass | None:
+    """What `locate` says of a call; what goes wrong in there is told as such."""
+    try:
+        where: Any = adapter.locate(model, args, kwargs)
+    except Exception as error:
+        raise Failed(f"locate() raised {type(error).__name__}: {error}") from error
+    if where is not None and not isinstance(where, Pass):
+        raise Failed(f"locate() returned {where!r} ({type(where).__name__}): it must give a Pass, or None")
+    return where
+
+
 def calls(loop: Calls) -> Iterator[tuple[Args, Kwargs, Callable[[Any], None]]]:
     """The calls of a loop, each with a way to tell it what came out."""
     steps = iter(loop)
@@ -260,73 +341,3 @@ def calls(loop: Calls) -> Iterator[tuple[Args, Kwargs, Callable[[Any], None]]]:
             call = next(steps) if send is None else send(answers[0])
     except StopIteration:
         return
-
-
-def tensors_in(value: Any, path: str = "", seen: set[int] | None = None) -> State:
-    """All tensors that can be reached from a value, by the way there; not through modules."""
-    seen = set() if seen is None else seen
-    if isinstance(value, Tensor):
-        return {path: value}
-    if id(value) in seen or isinstance(value, nn.Module | type) or callable(value):
-        return {}
-    seen.add(id(value))
-    parts: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        parts = ((f"[{key!r}]", part) for key, part in value.items())
-    elif isinstance(value, list | tuple | set | frozenset):
-        parts = ((f"[{i}]", part) for i, part in enumerate(value))
-    elif hasattr(value, "__dict__"):
-        parts = ((f".{key}", part) for key, part in vars(value).items())
-    found: State = {}
-    for name, part in parts:
-        found |= tensors_in(part, path + name, seen)
-    return found
-
-
-def copied(value: Any) -> Any:
-    """Tensors of a nested value, cloned; everything else as it is."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: copied(part) for key, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(copied, value))
-    if type(value) in (list, tuple):
-        return type(value)(map(copied, value))
-    return value
-
-
-def is_same(a: Any, b: Any) -> bool:
-    """Whether two nested values hold the same tensors, bit for bit; not-a-number is equal to itself."""
-    ours, theirs = tensors_in((a,)), tensors_in((b,))
-    return ours.keys() == theirs.keys() and not differing(ours, theirs)
-
-
-def differing(a: State, b: State) -> list[str]:
-    """Where two states differ, among the tensors that both have."""
-    return [path for path in a if path in b and not _equal(a[path], b[path])]
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a, b) or (a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all()))
-
-
-def apart(a: Any, b: Any) -> float:
-    """The largest difference of two nested values, in units of what rounding may do: above 1 is no rounding."""
-    ours, theirs = tensors_in((a,)), tensors_in((b,))
-    if ours.keys() != theirs.keys():
-        return float("inf")
-    worst = 0.0
-    for path, x in ours.items():
-        y = theirs[path]
-        if x.shape != y.shape:
-            return float("inf")
-        if _equal(x, y) or not x.numel():
-            continue
-        eps = torch.finfo(y.dtype).eps if y.is_floating_point() else 0.0
-        scale = max(float(y.abs().max()), 1e-6) * min(256 * eps, 0.05)
-        distance = float((x.double() - y.double()).abs().max())
-        worst = max(worst, distance / scale if distance == distance and scale else float("inf"))
-    return worst
