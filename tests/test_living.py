@@ -374,7 +374,9 @@ def test_a_cache_under_the_hook_of_somebody_else_is_still_noticed() -> None:
         offload(module, [], "")
     with pytest.raises(RollcacheError, match="already has a cache"):
         attach(model)
-    handle.disable()
+    assert rollcache.summary(model) == handle.summary()
+    rollcache.disable(model)
+    assert not handle.enabled
     attach(model).disable()
 
 

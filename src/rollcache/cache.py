@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from rollcache import adapters, portable
 from rollcache.adapters.spec import Adapter, BlockIO, KVWrites, marked
 from rollcache.decision import Action, Decision, Stats, Trace
 from rollcache.engine import Engine
-from rollcache.hook import Hook, find_hook
 from rollcache.marks import Marks
 from rollcache.passes import Cell, Pass, RollcacheError
 from rollcache.policies.base import Evidence, PolicyConfig, StackEvidence
@@ -324,6 +324,7 @@ def enable(
         reduce=reduce,
         lookahead=lookahead,
     )
+    _ENGINES[model] = ref(engine)
     if marks is not None:
         marks.last_chunk = engine.last_chunk
     return Cache(engine, marks)
@@ -341,13 +342,14 @@ def summary(model: nn.Module) -> str:
 
 
 def _engine(model: nn.Module) -> Engine:
-    hook: Hook | None = find_hook(model)
-    if hook is None:
-        raise RollcacheError(
-            f"{type(model).__name__} has no cache on it (or was wrapped since: use the handle that enable() returned)."
-        )
-    assert isinstance(hook.owner, Engine)
-    return hook.owner
+    known = _ENGINES.get(model)
+    engine = None if known is None else known()
+    if engine is None or not engine.enabled:
+        raise RollcacheError(f"{type(model).__name__} has no cache on it.")
+    return engine
+
+
+_ENGINES: WeakKeyDictionary[nn.Module, ref[Engine]] = WeakKeyDictionary()
 
 
 def _unseen(name: str) -> Tensor:
