@@ -4,6 +4,9 @@ Runs the `CausalInferencePipeline` of a checkout of guandeh17/Self-Forcing (or t
 several methods, and prints what each left out and how far its latents are from the bare ones. Without `--weights` the
 transformer is small and random, text encoder and VAE are left out, and `--cpu` puts PyTorch's attention in the place of
 FlashAttention: that shows that the K/V are kept right and what is skipped, and says nothing about pictures.
+
+All noise comes from a bank of `rollcache.noise`: fresh for every chunk, as in their own loop, or with `--shared-noise`
+the same in all of them, which changes the video.
 """
 
 import argparse
@@ -12,11 +15,12 @@ import io
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import torch
 
 import rollcache
-from rollcache import C3ache, StepReuse, WindowReuse, XCache
+from rollcache import C3ache, StepReuse, WindowReuse, XCache, noise
 from rollcache.adapters.self_forcing import self_forcing
 
 SETTINGS = {
@@ -34,41 +38,39 @@ POLICIES = {
     "StepReuse, 2 of 4 steps": StepReuse(steps=4, anchors=(0, 2)),
 }
 SMALL = {"dim": 192, "ffn_dim": 512, "num_heads": 4, "num_layers": 8, "text_dim": 64, "text_len": 16}
+PARTS = ("pipeline/causal_inference.py", "utils/wan_wrapper.py", "wan/modules/causal_model.py")  # of a checkout
 SIZE = (8, 12)  # of a small latent frame; patches of 2 make 24 tokens of it
 
 
 def main() -> None:
     args = parse()
-    sys.path.insert(0, str(args.repo.expanduser().resolve()))
     torch.set_grad_enabled(False)
-    pipeline = (load if args.weights else small)(args)
+    pipeline = make(args)
     model = pipeline.generator.model
     prompt = [args.prompt]
+    bank = noise.per_cycle(None, seed=args.seed) if args.shared_noise else noise.fresh(seed=args.seed)
 
     def run(policy=None):
         """One video: latents, K/V, statistics."""
-        torch.manual_seed(args.seed)
-        noise = torch.randn(1, 3 * args.chunks, 16, *((60, 104) if args.weights else SIZE))
-        if args.shared_noise:
-            noise = noise[:, :3].repeat(1, args.chunks, 1, 1, 1)
-            share_noise_between_steps(pipeline.scheduler)
-        noise = noise.to(next(model.parameters()))
+        size = (60, 104) if args.weights else SIZE
+        start = bank.video(1, 3 * args.chunks, 16, *size, frames=3).to(next(model.parameters()))
+        pipeline.scheduler.add_noise = NoiseAfterSteps(bank, pipeline.scheduler)
         cache = None
         if policy is not None:
-            cache = rollcache.enable(model, policy, adapter=self_forcing(fresh_noise=not args.shared_noise))
+            cache = rollcache.enable(model, policy, adapter=self_forcing(fresh_noise=bank.is_fresh(1)))
         silent = io.StringIO()  # their progress
         with (
             cache or contextlib.nullcontext(),
             contextlib.redirect_stdout(silent),
             contextlib.redirect_stderr(silent),
         ):
-            latents = pipeline.inference(noise, prompt, return_latents=True)[1]
+            latents = pipeline.inference(start, prompt, return_latents=True)[1]
         kv = [value.clone() for block in pipeline.kv_cache1 for value in block.values()]
         return latents.float(), kv, cache
 
     wanted, wanted_kv, _ = run()
-    noise = "the same noise in every chunk" if args.shared_noise else "fresh noise"
-    print(f"{len(model.blocks)} blocks, {args.chunks} chunks of 3 latent frames, 4 steps and a commit each, {noise}\n")
+    print(f"{len(model.blocks)} blocks, {args.chunks} chunks of 3 latent frames, 4 steps and a commit each")
+    print(f"{bank.describe()}\n")
     print(f"{'method':<26}{'skipped':>9}{'relative error':>16}   latents, K/V and indices")
     for name, policy in POLICIES.items():
         latents, kv, cache = run(policy)
@@ -90,10 +92,31 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chunks", type=int, default=7)
     parser.add_argument("--window", type=int, default=-1, help="K/V window in latent frames; -1 keeps all")
     parser.add_argument("--sink", type=int, default=0, help="latent frames that the window never gives up")
-    parser.add_argument("--shared-noise", action="store_true", help="the same noise in every chunk")
+    parser.add_argument("--shared-noise", action="store_true", help="the same noise in every chunk: another video")
     parser.add_argument("--prompt", default="A car drives through a city at dusk.")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
+
+
+def make(args: argparse.Namespace):
+    """Their pipeline, or one line and exit code 2 if it cannot be had."""
+    repo = args.repo.expanduser().resolve()
+    if not repo.is_dir():
+        refuse(f"--repo {args.repo}: no such folder. It takes a checkout of https://github.com/guandeh17/Self-Forcing.")
+    if missing := [part for part in PARTS if not (repo / part).is_file()]:
+        refuse(f"--repo {args.repo}: no checkout of Self-Forcing, it has no {', '.join(missing)}.")
+    if args.weights and not args.weights.is_file():
+        refuse(f"--weights {args.weights}: no such file.")
+    sys.path.insert(0, str(repo))
+    try:
+        return (load if args.weights else small)(args)
+    except ModuleNotFoundError as error:
+        refuse(f"--repo {args.repo}: its code needs the module {error.name}, see its requirements.txt.")
+
+
+def refuse(why: str) -> NoReturn:
+    print(why, file=sys.stderr)
+    raise SystemExit(2)
 
 
 def load(args: argparse.Namespace):
@@ -158,14 +181,21 @@ def use_torch_attention() -> None:
     causal_model.attention = model.flash_attention = attention
 
 
-def share_noise_between_steps(scheduler) -> None:
-    """The noise that is added after a step is that of the first chunk. The starting noise is shared by the caller."""
-    add, kept = type(scheduler).add_noise, {}
+class NoiseAfterSteps:
+    """In the place of a scheduler's `add_noise`: what it adds comes from a bank.
 
-    def add_noise(clean, noise, t):
-        return add(scheduler, clean, kept.setdefault(float(t[0]), noise), t)
+    The loop adds noise after every step of a chunk but the last.
+    """
 
-    scheduler.add_noise = add_noise
+    def __init__(self, bank: noise.Bank, scheduler) -> None:
+        self.bank, self.scheduler, self.calls = bank, scheduler, 0
+
+    def __call__(self, clean, like, t):
+        """Latents [B*F, C, H, W] at the level of the next step."""
+        chunk, step = divmod(self.calls, len(SETTINGS["denoising_step_list"]) - 1)
+        self.calls += 1
+        drawn = self.bank.at(chunk, step + 1).like(like)
+        return type(self.scheduler).add_noise(self.scheduler, clean, drawn, t)
 
 
 if __name__ == "__main__":

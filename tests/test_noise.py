@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -162,6 +165,60 @@ def test_a_pipeline_that_takes_the_noise_of_a_video_starts_every_chunk_from_the_
     longest = bank.at(0)(1, 4, 2, 4, 4).transpose(1, 2)
     assert len(started) == 4
     assert all(torch.equal(x, longest[:, :length]) for x, length in zip(started, lengths, strict=True))
+
+
+@pytest.fixture
+def example() -> Any:
+    path = Path(__file__).parent.parent / "examples" / "self_forcing.py"
+    spec = spec_from_file_location("self_forcing_example", path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_draws_the_noise_between_steps_from_its_bank_at_their_chunk_and_step(example: Any) -> None:
+    class Scheduler:
+        def add_noise(self, clean: Tensor, like: Tensor, t: Tensor) -> Tensor:
+            return clean + t * like
+
+    scheduler, bank = Scheduler(), noise.per_cycle(None, seed=4)
+    scheduler.add_noise = example.NoiseAfterSteps(bank, scheduler)  # type: ignore[method-assign]
+    clean, t = torch.ones(2, 3), torch.tensor(0.5)
+    made = [scheduler.add_noise(clean, torch.empty(2, 3), t) for _ in range(6)]
+    expected = [clean + t * bank.at(n, step)(2, 3) for n in range(2) for step in (1, 2, 3)]
+    assert all(map(torch.equal, made, expected))
+    assert torch.equal(made[0], made[3]) and not torch.equal(made[0], made[1])
+
+
+@pytest.mark.parametrize(
+    ("repo", "says"),
+    [
+        ("nowhere", "nowhere: no such folder"),
+        ("empty", "empty: no checkout of Self-Forcing, it has no pipeline/causal_inference.py"),
+        ("bare", "bare: its code needs the module a_module_that_is_not_there"),
+    ],
+)
+def test_the_example_says_in_one_line_what_is_wrong_with_a_checkout(
+    example: Any,
+    repo: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for part in example.PARTS:
+        (tmp_path / "bare" / part).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "bare" / part).write_text("")
+    (tmp_path / "bare" / "pipeline" / "__init__.py").write_text("import a_module_that_is_not_there")
+    monkeypatch.setattr(sys, "argv", ["self_forcing.py", "--repo", str(tmp_path / repo)])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with torch.no_grad(), pytest.raises(SystemExit) as stopped:
+        example.main()
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
 
 
 def test_a_bank_says_in_one_line_what_it_does() -> None:
