@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rollcache import check_adapter
 from rollcache.adapters.check import AdapterReport
+from rollcache.adapters.rehearse import Rehearsal
 from rollcache.adapters.state import Snapshot, held_by, is_same, tensors_in
 
 ROOM = TOKENS * (CHUNKS + 1)
@@ -308,16 +309,49 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(list(block.seen) == ["n"] for block in model.blocks)
 
 
-def test_everything_is_found_once_and_parameters_never() -> None:
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_run_in_which_a_model_forgets_leaves_it_as_it_was(fails: bool) -> None:
+    model = Causal(block=Growing)
+    for block in model.blocks:
+        block.store, block.careless = [], True
+
+    def fail(model: Causal, args: Any, kwargs: Any) -> None:
+        if fails and kwargs["chunk"] == 4:
+            raise KeyError(4)
+
+    model.register_forward_pre_hook(fail, with_kwargs=True)
+    calls = [((torch.ones(1, TOKENS, WIDTH), 1.0), {"chunk": n, "step": 0}) for n in range(6)]
+    run = Rehearsal(model, adapter("never"), lambda: calls).forgetful([None] * 6, lambda call, *_: call > 2)
+    assert (len(run.outputs), type(run.error)) == ((4, KeyError) if fails else (6, type(None)))
+    assert run.taken[:3] == [[], [], []] and run.taken[3] == [f"model.blocks.{i}.store" for i in range(4)]
+    assert all(not block.store for block in model.blocks)
+
+
+def test_what_a_repeated_pass_left_is_taken_back_before_it_is_repeated() -> None:
+    model = Causal(block=Growing)
+    for block in model.blocks:
+        block.careless = True
+    report = examine(model, partial(keeping_loop, model, lambda _: [], "every_forward"), adapter("every_forward"))
+    assert report["what a skipped block returns"].status == "passed", str(report)
+
+
+FAR = torch.zeros(1)
+
+
+def glance() -> Tensor:
+    """A function that could be looked into for its globals."""
+    return FAR
+
+
+def test_everything_is_found_once_and_parameters_and_functions_never() -> None:
     model = Causal(depth=2, block=Keeping)
     for block in model.blocks:
-        block.store, block.friend, block.bias = Buffers(1), [model.blocks[0]], [nn.Parameter(torch.zeros(1))]
-    model.lone = [Buffers(1)]  # a module that the model does not know
-    model.function, model.module = torch.tanh, torch.nn.functional
-    held = [f"model.blocks.{i}.store.{name}" for i in range(2) for name in "kv"]
-    found = {path for path in held_by(model) if "bias" not in path}
-    assert found == {*held, "model.lone[0].k", "model.lone[0].v"}
-    assert not tensors_in(model.blocks[0].q.detach).keys() and "[0].k" in tensors_in((Buffers(1),))
+        block.store, block.friend, block.tied = Buffers(1), [model.blocks[0]], [nn.Parameter(torch.zeros(1))]
+    model.lone = [nn.Sequential(Buffers(1))]  # modules that the model does not know
+    model.function, model.module, model.more = glance, torch.nn.functional, {"partly": partial(glance)}
+    held = {f"model.blocks.{i}.store.{name}" for i in range(2) for name in "kv"}
+    assert held_by(model).keys() == held | {"model.lone[0].0.k", "model.lone[0].0.v"}
+    assert "[0].k" in tensors_in((Buffers(1),)) and not tensors_in((glance,))
 
 
 def test_a_snapshot_puts_back_numbers_shapes_and_objects() -> None:

@@ -51,9 +51,8 @@ def held_by(model: nn.Module) -> State:
     found: State = {}
     for path, module in modules.items():
         for name, part in _parts(module, seen):
-            if not isinstance(part, nn.Parameter):
-                found |= tensors_in(part, (f"model.{path}" if path else "model") + name, seen)
-    return found
+            found |= tensors_in(part, (f"model.{path}" if path else "model") + name, seen)
+    return {path: tensor for path, tensor in found.items() if not isinstance(tensor, nn.Parameter)}
 
 
 def differing(a: State, b: State) -> list[str]:
@@ -179,7 +178,7 @@ def _is_whole(value: Any) -> bool:
 def _parts(value: Any, seen: Iterable[int] = ()) -> list[tuple[str, Any]]:
     """What a value holds, each with its step of the way."""
     if isinstance(value, nn.Module):
-        named = _content(value) | value._buffers
+        named = _content(value)
         named |= {name: part for name, part in value._modules.items() if id(part) not in seen}
         return [(f".{name}", part) for name, part in named.items()]
     if isinstance(value, dict):
