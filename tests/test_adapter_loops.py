@@ -130,6 +130,29 @@ def test_calls_that_may_be_chunks_of_one_step_are_three_branches_at_most() -> No
         assert [spot[0] for spot in other_prompts] == [1, 1, 2, 2]
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_latents_tell_branches_from_chunks_of_one_step(copied: bool) -> None:
+    it, timestep = loop(), torch.tensor([900.0])
+
+    def call(latents: Tensor, prompt: Tensor) -> tuple[int, int, str]:
+        return at(it, 900.0, prompt, latents=latents.clone()) if copied else at(it, timestep, prompt, latents=latents)
+
+    with it.generation(1):
+        for n in range(4):
+            latents = torch.tensor([float(n)])
+            second = torch.tensor([5.0]) if copied else A  # else one tensor as both prompts
+            assert [call(latents, A), call(latents, second)] == [(n, 0, "cond"), (n, 0, "uncond")]
+
+
+def test_a_video_after_one_that_was_broken_off_in_its_first_step_begins_a_chunk() -> None:
+    it = loop()
+    with it.generation(None):
+        at(it, 900.0, torch.tensor([7.0]), latents=torch.tensor([1.0]))
+        levels, latents = [torch.tensor([v]) for v in (900.0, 500.0)], [torch.tensor([v]) for v in (2.0, 3.0)]
+        found = [at(it, t, p, latents=x) for t, x in zip(levels, latents, strict=True) for p in (A, B)]
+    assert found == [(1, t, b) for t in range(2) for b in ("cond", "uncond")]
+
+
 def test_a_timestep_that_was_written_over_is_another_step() -> None:
     for made in (torch.no_grad, torch.inference_mode):
         with made():

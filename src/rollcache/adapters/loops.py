@@ -12,8 +12,10 @@ Pipelines say neither chunk nor step. What they do say is certain enough to coun
   guidance.
 
 The last two leave room for doubt: chunks of one step look like branches of one where they share a timestep tensor, or
-where each has a prompt of its own. No step gets more than three branches by such calls: the next one begins a chunk. A
-one-step loop should make a timestep tensor for every chunk, and announce its videos with `generation`.
+where each has a prompt of its own; so does a video that begins after one that was broken off in its first step. An
+adapter that passes `latents` removes it, since the branches of a step are given the same. In any case no step gets more
+than three branches by such calls: the next one begins a chunk. A one-step loop should make a timestep tensor for every
+chunk, and announce its videos with `generation`.
 
 Writes to a tensor are seen by its version. Tensors made under `torch.inference_mode` have none and are compared by
 their values at every call, which is one host synchronisation for the timestep and one for the prompt.
@@ -172,6 +174,7 @@ class Loop:
         *,
         chunk: int | None = None,
         layout: Hashable = None,
+        latents: Tensor | None = None,
         levels: Callable[[Tensor], Levels] | None = None,
     ) -> Spot:
         """Take note of a call.
@@ -181,13 +184,15 @@ class Loop:
             prompt: tensors that tell the branches of a step apart, and that stay the same from step to step.
             chunk: index of the chunk, for loops that say it.
             layout: how many tokens there are and where; with others another chunk begins.
+            latents: what is denoised. Where a call could be a branch of the step or begin a chunk, it is a branch only
+                if they are those of the step; read in that case only.
             levels: timesteps as numbers; by default `levels_of`.
         """
         place = (chunk, layout)
         same = self._mark is timestep and self._version == _version(timestep) and self._place == place
         now = self._now if same and not timestep.is_inference() else (levels or self._levels)(timestep)
-        if place != self._place or now != self._now or not self._is_branch(prompt[0], same):
-            self._step(place, now)
+        if place != self._place or now != self._now or not self._is_branch(prompt[0], same, latents):
+            self._step(place, now, latents)
         self._took(timestep)
         branch = self._branch(prompt[0])
         watched = self._watched.setdefault(branch, Watched())
@@ -223,6 +228,7 @@ class Loop:
         self._mark: Tensor | None = None
         self._version = 0
         self._place: tuple[int | None, Hashable] = (None, None)
+        self._latents: Seen | None = None
         self._chunk = self._index = -1
         self._now: Levels = ()
         self._first: Levels = ()
@@ -233,14 +239,16 @@ class Loop:
     def _took(self, timestep: Tensor) -> None:
         self._mark, self._version = timestep, _version(timestep)
 
-    def _is_branch(self, prompt: Tensor, same: bool) -> bool:
+    def _is_branch(self, prompt: Tensor, same: bool, latents: Tensor | None) -> bool:
         """Whether a call at the levels of the step under way belongs to it; `same`: with the same timestep tensor."""
         called = [self._watched[name] for name in self._seen]
         if same and not any(watched.is_same(prompt) for watched in called):
             return True
-        return len(called) < MOST and (same or not any(watched.has_values_of(prompt) for watched in called))
+        if len(called) >= MOST or (not same and any(watched.has_values_of(prompt) for watched in called)):
+            return False
+        return self._latents is None or latents is None or self._latents.has_values_of(latents)
 
-    def _step(self, place: tuple[int | None, Hashable], levels: Levels) -> None:
+    def _step(self, place: tuple[int | None, Hashable], levels: Levels, latents: Tensor | None) -> None:
         """A step begins, perhaps the first of a chunk."""
         if self._chunk >= 0 and place == self._place and _moved_on(self._now, levels):
             self._index += 1
@@ -248,6 +256,7 @@ class Loop:
             self._chunk = self._numbered(place[0])
             self._index, self._first, self._prompts = 0, levels, {}
         self._place, self._now, self._seen = place, levels, set()
+        self._latents = None if latents is None else Seen.of(latents)
 
     def _branch(self, prompt: Tensor) -> str:
         """Name of the branch that is called with this prompt: as before in the chunk, or the next one of the step."""
