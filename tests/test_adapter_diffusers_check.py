@@ -43,7 +43,6 @@ FAMILIES: dict[str, dict[str, int]] = {
     "street world": {},
 }
 OURS = list(FAMILIES)[5:]
-ELSEWHERE = ["street world"]  # test_adapter_check.py
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,7 @@ def test_every_family_is_checked(benchmark: Any) -> None:
     assert list(FAMILIES) == list(benchmark.FAMILIES)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ELSEWHERE])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_adapter_says_the_truth(benchmark: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformer_anyflow_far, "dispatch_attention_fn", Attention())
     scale = benchmark.Scale(depth=3, heads=2, head=16, frames=(2, 2, 3), cells=(2, 2), steps=2)
@@ -85,7 +84,8 @@ def test_the_adapter_says_the_truth(benchmark: Any, name: str, monkeypatch: pyte
     report = check_adapter(family.model, family.calls, adapter=family.adapter)
     report.raise_for_failures()
     skipped = {f.name for f in report.findings if f.status == "skipped"}
-    assert skipped <= {"order of branches", "repair of all tokens"}, str(report)
+    one_shape = {"shapes that change"} if name == "street world" else set()
+    assert skipped <= {"order of branches", "repair of all tokens", *one_shape}, str(report)
 
 
 def test_a_small_run_is_measured_against_what_its_blocks_cost(benchmark: Any) -> None:
