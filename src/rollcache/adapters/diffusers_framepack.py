@@ -29,7 +29,12 @@ def adapter(model: Any) -> Adapter:
             optional(args, kwargs, 4, "pooled_projections"),
             optional(args, kwargs, 5, "image_embeds"),
         )
-        spot = loop.at(argument(args, kwargs, 1, "timestep"), prompt, layout=(size, start))
+        spot = loop.at(
+            argument(args, kwargs, 1, "timestep"),
+            prompt,
+            layout=(size, start),
+            latents=argument(args, kwargs, 0, "hidden_states"),
+        )
         return Pass(
             role=Role.DENOISE,
             chunk=spot.chunk,

@@ -24,7 +24,12 @@ def adapter(model: Any) -> Adapter:
     def locate(model: Any, args: Args, kwargs: Kwargs) -> Pass:
         size, start = grid(argument(args, kwargs, 0, "hidden_states"), model.config.patch_size), history(args, kwargs)
         prompt = argument(args, kwargs, 2, "encoder_hidden_states")
-        spot = loop.at(argument(args, kwargs, 1, "timestep"), (prompt,), layout=(size, start))
+        spot = loop.at(
+            argument(args, kwargs, 1, "timestep"),
+            (prompt,),
+            layout=(size, start),
+            latents=argument(args, kwargs, 0, "hidden_states"),
+        )
         return Pass(
             role=Role.DENOISE,
             chunk=spot.chunk,

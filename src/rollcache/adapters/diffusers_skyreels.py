@@ -29,7 +29,12 @@ def adapter(model: Any) -> Adapter:
         window = grid(argument(args, kwargs, 0, "hidden_states"), model.config.patch_size)
         prompt = argument(args, kwargs, 2, "encoder_hidden_states")
         image = optional(args, kwargs, 3, "encoder_hidden_states_image")
-        spot = loop.at(argument(args, kwargs, 1, "timestep"), present(prompt, image), layout=window)
+        spot = loop.at(
+            argument(args, kwargs, 1, "timestep"),
+            present(prompt, image),
+            layout=window,
+            latents=argument(args, kwargs, 0, "hidden_states"),
+        )
         return Pass(
             role=Role.DENOISE,
             chunk=spot.chunk,
