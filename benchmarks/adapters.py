@@ -269,15 +269,18 @@ def page(rows: Sequence[Mapping[str, Any]], settings: Settings, found: Mapping[s
 
 
 def main(settings: Settings) -> int:
-    """Run, print, store. Fails when a run that skips nothing is not the bare model."""
+    """Run, print, store after every row. Fails when a run that skips nothing is not the bare model."""
     warnings.filterwarnings("ignore", message="flex_attention called without")
-    rows = [measure(name, settings) for name in settings.families]
+    found, rows = provenance(settings, dtype=torch.float32), []
+    narrator = Console(stderr=True)
+    for n, name in enumerate(settings.families, 1):
+        narrator.print(f"{n} of {len(settings.families)}: {name}", highlight=False)
+        rows.append(measure(name, settings))
+        if settings.json is not None:
+            write_atomic(settings.json, dump({"runs": rows, "provenance": found}))
+        if settings.markdown is not None:
+            write_atomic(settings.markdown, page(rows, settings, found))
     Console(width=None if sys.stdout.isatty() else 120).print(table(rows, settings.scale))
-    found = provenance(settings, dtype=torch.float32)
-    if settings.json is not None:
-        write_atomic(settings.json, dump({"runs": rows, "provenance": found}))
-    if settings.markdown is not None:
-        write_atomic(settings.markdown, page(rows, settings, found))
     return 0 if all(r["exact"] for r in rows) else 1
 
 

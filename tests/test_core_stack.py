@@ -90,6 +90,26 @@ def filled(*values: float) -> list[Tensor]:
     return [torch.full((1, 6, 2), float(v)) for v in values]
 
 
+@pytest.mark.parametrize(("budget", "known"), [(150, [2, 1, 0]), (100, [2, 1]), (50, [2]), (40, [])])
+def test_without_room_for_the_whole_history_the_newest_are_kept(budget: int, known: list[int]) -> None:
+    """A residual takes 48 bytes."""
+    seen: list[list[int]] = []
+
+    def rule(e: StackEvidence) -> Decision:
+        seen.append([s.step for s in e.stored])
+        return COMPUTE
+
+    model = doubling(1)
+    policy = Scripted(rule, {"history": 3})
+    handle = rollcache.enable(model, policy, blocks=model.blocks, kv_writes="never", memory_budget=budget)
+    with torch.no_grad(), handle.rollout(), handle.chunk():
+        for x in filled(1, 2, 3, 4):
+            handle.step()
+            model(x)
+    assert seen[-1:] == ([known] if known else [])
+    assert handle.stats().bytes_actual == 48 * len(known)
+
+
 def test_a_prediction_is_a_weighted_sum_of_stored_residuals_the_newest_first() -> None:
     """One doubling block adds its input: residuals are the inputs themselves."""
 

@@ -62,15 +62,18 @@ class StackRow:
         return [self.past[0] if self.past else None]
 
     def keep(self, before: Hidden, after: Hidden, where: Pass, snapshot: Snapshot) -> bool:
-        """Store the residual of a computed pass, and drop the oldest; False when the budget has no room."""
+        """Store the residual of a computed pass, and drop the oldest; False when the budget has room for none.
+
+        Where it has room for fewer than the method would like, the newest are kept.
+        """
         if not self.predicted:
             self.predicted = self._history * bytes_of(after, self._dtype) + self._kv_bytes
         if len(self.past) == self._history:
             self._free.append(self.past.pop().residual)
         residual = self._free.pop() if self._free else self._reserve(after)
+        if residual is None and self.past:
+            residual = self.past.pop().residual
         if residual is None:
-            self._free += [p.residual for p in self.past]
-            self.past = []
             return False
         subtract(residual, after, before)
         self.past.insert(0, Past(residual, tuple(a.dtype for a in after), where, snapshot))

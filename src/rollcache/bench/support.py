@@ -43,8 +43,9 @@ CEILINGS = """## Ceilings
 What may be left out of all block evaluations of a rollout, exact passes included, and what it would be worth if nothing
 else took time. Across chunks: all blocks but the first, in every step of every chunk but the protected ones and those
 of another shape than the one before. Across steps: all blocks in three steps of four. What a method does leave out
-depends on the loop and the scene; a speedup beside its own ceiling is what `rollcache compare`, `rollcache steps` and
-`benchmarks/adapters.py` print.
+depends on the loop and the scene; a speedup beside its own ceiling is what `rollcache compare` and `rollcache steps`
+print. How much of a ceiling each adapter reaches, on CPU-sized models with a schedule that is given:
+[benchmarks/results/adapters](../benchmarks/results/adapters/report.md).
 """
 
 
