@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as nnf
 from street_doubles import random_codec
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_mask
 
 pytest.importorskip("transformers", reason="the pipelines of diffusers need it: pip install 'rollcache[diffusers]'")
 pytest.importorskip("diffusers", reason="the real classes are needed: pip install 'rollcache[diffusers]'")
@@ -56,29 +54,13 @@ def benchmark() -> Any:
     return module
 
 
-class Attention:
-    """Attention under the mask of a flex attention, which is slow on a CPU."""
-
-    def __init__(self) -> None:
-        self.masks: dict[tuple[int, int], Tensor] = {}
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, scale: Any = None, **_: Any) -> Tensor:
-        if attn_mask is not None:
-            size = attn_mask.seq_lengths
-            if size not in self.masks:  # one chunk more, other lengths
-                self.masks[size] = create_mask(attn_mask.mask_mod, None, None, *size, device="cpu")
-            attn_mask = self.masks[size]
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return nnf.scaled_dot_product_attention(q, k, v, attn_mask, scale=scale).transpose(1, 2)
-
-
 def test_every_family_is_checked(benchmark: Any) -> None:
     assert list(FAMILIES) == list(benchmark.FAMILIES)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_adapter_says_the_truth(benchmark: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformer_anyflow_far, "dispatch_attention_fn", Attention())
+    monkeypatch.setattr(transformer_anyflow_far, "dispatch_attention_fn", benchmark.DenseAttention())
     scale = benchmark.Scale(depth=3, heads=2, head=16, frames=(2, 2, 3), cells=(2, 2), steps=2)
     family = benchmark.FAMILIES[name](scale, **FAMILIES[name])
     report = check_adapter(family.model, family.calls, adapter=family.adapter)
