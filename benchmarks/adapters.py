@@ -182,6 +182,12 @@ def reached(
     return {"speedup": speedup, "ceiling": ceiling, "efficiency": speedup / ceiling}
 
 
+def by_round(*lanes: Sequence[Sequence[Seconds]], skipped: Sequence[float]) -> list[float]:
+    """Efficiency of every round by itself; `lanes` as of `reached`."""
+    rounds = range(len(lanes[0][0]))
+    return [reached(*([[call[r]] for call in lane] for lane in lanes), skipped)["efficiency"] for r in rounds]
+
+
 def measure(name: str, settings: Settings) -> dict[str, Any]:
     """One row of the table."""
     clock = time.process_time if settings.clock == "cpu" else time.perf_counter
@@ -206,6 +212,7 @@ def measure(name: str, settings: Settings) -> dict[str, Any]:
         "commits": stats.passes.get("commit", 0) // (settings.rounds + 1),
         "skipped": sum(cached.skipped) / len(cached.skipped),
         **reached(bare.seconds, bare.stack, cached.seconds, cached.skipped),
+        "rounds": by_round(bare.seconds, bare.stack, cached.seconds, skipped=cached.skipped),
     }
 
 
@@ -220,6 +227,7 @@ HEADS = (
     "speedup",
     "ceiling",
     "efficiency",
+    "of rounds",
 )
 
 
@@ -236,6 +244,7 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['speedup']:.2f}x",
         f"{row['ceiling']:.2f}x",
         f"{row['efficiency']:.3f}",
+        f"{min(row['rounds']):.3f} to {max(row['rounds']):.3f}",
     )
 
 
@@ -257,9 +266,10 @@ def table(rows: Sequence[Mapping[str, Any]], scale: Scale) -> Table:
 NOTES = """\
 *tokens*: of a chunk. *never skips*: every output of every call, under a method that leaves nothing out, beside the bare
 model. *calls*: of a generation, *commits* among them, which are always exact; *blocks skipped* counts all of them.
-*ceiling*: what is left without the measured seconds of the skipped blocks. *efficiency*: speedup by ceiling. Across
-steps, a schedule says which steps are left out; across chunks, a gate that is always open, so that everything is but
-block 0 and what has to be exact. Nothing is said about quality: random weights have none."""
+*ceiling*: what is left without the measured seconds of the skipped blocks. *efficiency*: speedup by ceiling, from
+medians over the rounds; *of rounds*: the lowest and the highest of single rounds. Across steps, a schedule says which
+steps are left out; across chunks, a gate that is always open, so that everything is but block 0 and what has to be
+exact. Nothing is said about quality: random weights have none."""
 
 
 def page(rows: Sequence[Mapping[str, Any]], settings: Settings, found: Mapping[str, Any]) -> str:

@@ -165,6 +165,11 @@ def test_the_table_is_written_as_markdown_with_what_repeats_it(
     assert "bit for bit | 6 | 2 | 16.7%" in lines[2]
 
 
+def test_the_spread_is_that_of_single_rounds(benchmark: Any) -> None:
+    full, stack, cached = [[10.0, 20.0], [10.0, 20.0]], [[8.0, 10.0], [8.0, 10.0]], [[10.0, 20.0], [4.0, 10.0]]
+    assert benchmark.by_round(full, stack, cached, skipped=[0.0, 1.0]) == pytest.approx([12 / 14, 1.0])
+
+
 def test_ceiling_and_efficiency_by_hand(benchmark: Any) -> None:
     full, stack = [[10.0, 11.0, 10.0], [10.0] * 3], [[8.0] * 3, [8.0] * 3]
     found = benchmark.reached(full, stack, [[10.0] * 3, [4.0, 4.0, 99.0]], [0.0, 1.0])
