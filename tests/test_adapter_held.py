@@ -139,7 +139,7 @@ def test_a_model_that_holds_its_kv_and_writes_it_in_commit_passes_passes(place: 
     make = partial(keeping_loop, model, PLACES[place][0], "commit_only")
     report = examine(model, make, adapter("commit_only"))
     assert report.passed, str(report)
-    assert report["K/V writes"].why == "no denoise pass writes"
+    assert report["K/V writes"].why == "no later pass reads what a denoise pass wrote"
 
 
 @pytest.mark.parametrize("declared", ["never", "commit_only"])

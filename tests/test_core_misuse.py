@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -111,6 +111,58 @@ def test_a_last_step_that_keeps_its_kv_must_say_so(policy: Any) -> None:
         [call(chunk=n, step=t) for n, t in passes]
 
 
+def test_one_commit_of_kv_that_all_branches_share() -> None:
+    call = follow(doubling(2), kv_writes="every_forward")
+    for n in range(4):
+        for branch in ("cond", "uncond"):
+            call(chunk=n, branch=branch)
+        call(role=Role.COMMIT, chunk=n, branch=rollcache.passes.EVERY_BRANCH)
+
+
+class Broken(Exception):
+    pass
+
+
+def test_stale_kv_stays_stale_until_a_commit_pass_has_run() -> None:
+    """Neither a commit pass that fails, nor an error that is caught, nor a change of shape makes it clean."""
+    model = doubling(2)
+    call = follow(model, kv_writes="every_forward")
+    for n in range(2):
+        call(chunk=n)
+        if not n:
+            call(role=Role.COMMIT, chunk=n)
+    hook = model.blocks[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(Broken()))
+    with pytest.raises(Broken):
+        call(role=Role.COMMIT, chunk=1)
+    hook.remove()
+    for chunk, x in ((2, X), (3, X), (4, torch.ones(1, 6, 2))):
+        with pytest.raises(RollcacheError, match="no commit pass of cond since chunk 1"):
+            call(x, chunk=chunk)
+    call(role=Role.COMMIT, chunk=1)
+    call(chunk=5)
+
+
+def test_a_rollout_that_made_room_remembers_that_its_kv_is_stale() -> None:
+    model = doubling(2)
+    cache = attach(model, kv_writes="every_forward", max_rollouts=1)
+
+    def chunk(key: str, commit: bool = True) -> None:
+        with cache.rollout(key, resume=True), cache.chunk():
+            cache.step()
+            model(X)
+            if commit:
+                cache.commit()
+                model(X)
+
+    chunk("a")
+    chunk("a", commit=False)
+    chunk("b")
+    with pytest.raises(RollcacheError, match="no commit pass of cond since chunk 1"):
+        chunk("a")
+    cache.reset("a")
+    chunk("a")
+
+
 # What do blocks take and return?
 
 
@@ -157,6 +209,36 @@ def test_tuples_of_any_length_that_begin_with_the_hidden_state_are_repeated(more
                 assert torch.equal(model(X), 4 * X)
     assert cache.stats().skip_rate == 1
     assert seen == [more] * 6
+
+
+class Listing(Wrapping):
+    """Returns a list."""
+
+    def forward(self, h: Tensor) -> Any:
+        return [2 * h, *self.more]
+
+
+class Named(NamedTuple):
+    hidden: Tensor
+    attention: Any = None
+
+
+class Naming(Wrapping):
+    """Returns a named tuple."""
+
+    def forward(self, h: Tensor) -> Any:
+        return Named(2 * h)
+
+
+@pytest.mark.parametrize("block", [Listing, Naming])
+@pytest.mark.parametrize("io", [BlockIO(), BlockIO(returns="hidden, aux", aux="last")], ids=["hidden", "aux"])
+def test_other_sequences_than_tuples_are_refused_in_the_first_pass(block: Any, io: BlockIO) -> None:
+    model = Unwrapping([block(), block()])
+    cache = attach(model, io=io)
+    with cache.rollout(), cache.chunk():
+        cache.step()
+        with pytest.raises(RollcacheError, match="only a tensor or a plain tuple can be repeated"):
+            model(X)
 
 
 def test_forms_of_return_that_do_not_exist_are_named() -> None:

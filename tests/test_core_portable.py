@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -147,9 +148,9 @@ def test_marks_go_on_where_the_exported_rollout_was() -> None:
     assert all(torch.equal(a, b) for a, b in zip(made[:4], made[4:], strict=True))
 
 
-def exported(policy: Any = EAGER, model: Denoiser | None = None, **settings: Any) -> bytes:
-    model = model or Denoiser()
-    with rollcache.enable(model, policy, adapter=ADAPTER, **settings) as cache:
+def exported(policy: Any = EAGER, model: Denoiser | None = None, storage_dtype: Any = None, **facts: Any) -> bytes:
+    model, adapter = model or Denoiser(), replace(ADAPTER, **facts)
+    with rollcache.enable(model, policy, adapter=adapter, storage_dtype=storage_dtype) as cache:
         run(model, passes(2), noises(1)[0])
         return cache.export_state("a")
 
@@ -161,7 +162,10 @@ def exported(policy: Any = EAGER, model: Denoiser | None = None, **settings: Any
         (lambda: exported(model=Denoiser(depth=4)), "another number of blocks"),
         (lambda: exported(model=Denoiser(seed=1)), "another weights"),
         (lambda: exported(storage_dtype=torch.bfloat16), "another storage dtype"),
+        (lambda: exported(always_compute=frozenset({1})), "another choice of blocks that are always computed"),
+        (lambda: exported(kv_writes="never"), "another moment at which K/V is written"),
         (lambda: b"nothing", "7 bytes are no exported state"),
+        (lambda: None, "takes the bytes that export_state"),
         (lambda: exported()[:1000], "no exported state"),
     ],
 )

@@ -20,7 +20,7 @@ from rollcache.conditions import Moved, Snapshot
 from rollcache.decision import Reason, Trace
 from rollcache.fingerprint import Hidden, Sampler, Sampling
 from rollcache.hook import Hook, find_hook, is_ours
-from rollcache.passes import Pass, Role, RollcacheError, Segment
+from rollcache.passes import EVERY_BRANCH, Pass, Role, RollcacheError, Segment
 from rollcache.policies.base import PolicyConfig
 from rollcache.policies.stacked import split
 from rollcache.rollout import Rollout, log
@@ -115,6 +115,7 @@ class Engine:
         self.stack = pieces[0]
         self.span_at = {s.start: i for i, s in enumerate(self.spans)}
         self.rollouts: OrderedDict[Hashable, Rollout] = OrderedDict()
+        self._stale: dict[Hashable, tuple[int | None, set[str]]] = {}  # of rollouts that had to make room
         self._samplers: dict[object, Sampler] = {}
         self._passes = 0
         self._busy = False
@@ -144,8 +145,9 @@ class Engine:
 
     def reset(self, rollout: Hashable | None = None) -> None:
         """Forget one rollout, or all of them (None)."""
-        keys = list(self.rollouts) if rollout is None else [rollout]
+        keys = [*self.rollouts, *self._stale] if rollout is None else [rollout]
         for key in keys:
+            self._stale.pop(key, None)
             state = self.rollouts.pop(key, None)
             if state is not None:
                 state.clear("it was reset")
@@ -155,16 +157,25 @@ class Engine:
         state = self.rollouts.get(key)
         if state is None:
             state = Rollout(self.policy.build(self.depth), self.budget, self.dtype)
+            state.chunk, state.dirty = self._stale.pop(key, (None, set()))
             self.rollouts[key] = state
             if len(self.rollouts) > self.max_rollouts:
-                self.reset(next(iter(self.rollouts)))
+                self._make_room(next(iter(self.rollouts)))
         self.rollouts.move_to_end(key)
         return state
+
+    def _make_room(self, key: Hashable) -> None:
+        """Forget a rollout, but for K/V that it left stale."""
+        chunk, dirty = self.rollouts[key].chunk, self.rollouts[key].dirty
+        self.reset(key)
+        if dirty:
+            self._stale[key] = (chunk, dirty)
 
     def last_chunk(self, key: Hashable) -> int:
         """Index of the chunk at which a rollout stands, -1 before its first."""
         state = self.rollouts.get(key)
-        return -1 if state is None or state.chunk is None else state.chunk
+        chunk = self._stale.get(key, (None,))[0] if state is None else state.chunk
+        return -1 if chunk is None else chunk
 
     def fork(self, source: Hashable, target: Hashable) -> None:
         """Copy the state of a rollout."""
@@ -243,6 +254,7 @@ class Engine:
             output = original(*args, **kwargs)
             if self._walk is not None:
                 self._walk.finish()
+            self._clean(where)
             return output
         except BaseException:
             self._invalidate(where)
@@ -263,22 +275,24 @@ class Engine:
         """Account for a pass. Returns the walk of a denoise pass; passes of other roles run untouched."""
         self.trace.passes[where.role.value] += 1
         if where.role is not Role.DENOISE:
-            known = self.rollouts.get(where.rollout)
-            if known is not None and where.role is Role.COMMIT:
-                known.dirty.discard(where.branch)
             return None
         rollout = self.state(where.rollout)
         if rollout.enter(where, self.weights):
             self.trace.chunks += 1
             self._tell_if_idle()
-        if where.kv_write:
-            rollout.dirty.discard(where.branch)
         self._passes += 1
         exact = rollout.is_first(where) and self._begins_exact(args, kwargs)
         blocks = None if rollout.inner is None else Walk(self, rollout, where, self._passes, exact)
         if rollout.outer is None:
             return blocks
         return StackWalk(self, rollout, rollout.outer, where, (args, kwargs), blocks, exact)
+
+    def _clean(self, where: Pass) -> None:
+        """After a pass that wrote K/V for good, what it wrote is no longer stale."""
+        state = self.rollouts.get(where.rollout)
+        if state is None or not (where.role is Role.COMMIT or where.kv_write):
+            return
+        state.dirty -= state.dirty if where.branch == EVERY_BRANCH else {where.branch}
 
     def _begins_exact(self, args: Any, kwargs: Any) -> bool:
         """Whether the first pass of a chunk must be computed."""

@@ -3,7 +3,7 @@
 ```python
 with cache.rollout():
     for n, action in enumerate(actions):
-        with cache.chunk(conditions=[Condition("action", action)], kv_update=n % 4 == 0):
+        with cache.chunk(conditions=[Condition("action", action)], kv_update=n % 4 == 3):
             for t in range(steps):
                 cache.step()
                 x = denoise(x, model(x, t))
@@ -191,7 +191,7 @@ class Marks:
         """The next pass writes the clean K/V of this chunk.
 
         Args:
-            branch: whose K/V, for loops in which each branch has its own.
+            branch: whose K/V, for loops in which each branch has its own; `*` if all branches share one.
         """
         self._check("commit")
         if branch in self._committed:

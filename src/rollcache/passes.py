@@ -23,6 +23,9 @@ class RollcacheWarning(UserWarning):
     """A setting that gives up a guarantee, or that has no effect."""
 
 
+EVERY_BRANCH = "*"
+"""Branch of a commit pass whose K/V all branches share."""
+
 ZERO_NORM = 1e-6
 """Vectors shorter than this count as zero: similar to each other, to nothing else."""
 
@@ -157,10 +160,12 @@ class Pass:
         rollout: key of the rollout whose state this pass uses.
         chunk: index of the generation step. It never decreases in a rollout: a smaller one starts a new rollout.
         step: denoising step inside the chunk, from 0.
-        branch: classifier-free-guidance branch; branches never share state.
+        branch: classifier-free-guidance branch; branches never share state. Of a commit pass: whose K/V it writes, `*`
+            for those that all branches share.
         segments: token layout of the hidden state. Empty: one flat row of tokens.
         conditions: what else the blocks are conditioned on.
-        kv_update: the latent of this chunk will be committed: exact under `protect="chunk"`.
+        kv_update: committed K/V rest on this chunk: its latent will be committed, or a cycle of chunks begins with it
+            that share their noise. Exact under `protect="chunk"`.
         kv_write: K/V that *this denoise pass* writes stay in the cache, as in loops without a commit pass: exact unless
             `protect="off"`.
         fresh_noise: the chunk starts from noise that the chunk before did not use (`first_step="auto"`).

@@ -31,6 +31,8 @@ def export(engine: Engine, key: Hashable) -> bytes:
 
 def restore(engine: Engine, key: Hashable, state: bytes) -> None:
     """See `Cache.restore_state`."""
+    if not isinstance(state, bytes):
+        raise RollcacheError(f"restore_state() takes the bytes that export_state() gave, got {type(state).__name__}.")
     device = next((p.device for block in engine.blocks for p in block.parameters()), None)
     try:
         found: dict[str, Any] = torch.load(BytesIO(state), map_location=device, weights_only=False)
@@ -50,10 +52,14 @@ def restore(engine: Engine, key: Hashable, state: bytes) -> None:
 
 def _identity(engine: Engine) -> dict[str, Any]:
     """What a state is of no use without."""
+    io = engine.adapter.io
     return {
         "format": FORMAT,
         "policy": engine.policy,
         "number of blocks": engine.depth,
+        "choice of blocks that are always computed": sorted(engine.required),
+        "moment at which K/V is written": engine.adapter.kv_writes,
+        "form of what blocks return": (io.returns, io.aux if isinstance(io.aux, str) else "a function"),
         "storage dtype": engine.dtype,
         "weights": engine.sample_weights(),
     }

@@ -121,7 +121,7 @@ class Rollout:
 
     def _begin(self, where: Pass, weights: object) -> None:
         if self.chunk is not None and where.chunk <= self.chunk:
-            self.clear("the chunk index went back, which starts a new rollout")
+            self.clear("the chunk index went back, which starts a new rollout", anew=True)
         if self.dirty:
             raise RollcacheError(
                 f"no commit pass of {', '.join(sorted(self.dirty))} since chunk {self.chunk}, although its replayed "
@@ -236,8 +236,11 @@ class Rollout:
         self.chunk = chunk
         self.ordinal += 1
 
-    def clear(self, why: str, detail: str = "") -> None:
-        """Forget everything that was learnt, and log each cause once. Until a chunk begins, nothing is stored."""
+    def clear(self, why: str, detail: str = "", anew: bool = False) -> None:
+        """Forget everything that was learnt, and log each cause once. Until a chunk begins, nothing is stored.
+
+        K/V that is stale stays so, but for a rollout that begins `anew`.
+        """
         if (self.rows or self.stacks) and why not in self.told:
             log.info("rollcache: %s %s: the next chunk is computed in full.", why, detail)
             self.told.add(why)
@@ -251,7 +254,8 @@ class Rollout:
         self._schedule = None
         self._visited = set()
         self.ordinal = -1
-        self.dirty = set()
+        if anew:
+            self.dirty.clear()
         self.policy.reset()
 
 

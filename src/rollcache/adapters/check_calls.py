@@ -14,7 +14,7 @@ from rollcache.adapters.rehearse import ALWAYS, NEVER, Calls, Failed, Forgetful,
 from rollcache.adapters.spec import Adapter, Args, Kwargs
 from rollcache.adapters.state import differing, is_same, kind_of, tensors_in
 from rollcache.cache import enable
-from rollcache.passes import Pass, Role
+from rollcache.passes import EVERY_BRANCH, Pass, Role
 
 
 class Skipped(Exception):
@@ -159,7 +159,10 @@ class CallChecks:
         final: dict[Any, int] = {}
         for i, where in enumerate(self.passes):
             if where is not None and where.role is not Role.PREFILL:
-                last[where.rollout, where.chunk, where.branch] = i
+                here = (
+                    [k for k in last if k[:2] == (where.rollout, where.chunk)] if where.branch == EVERY_BRANCH else []
+                )
+                last |= dict.fromkeys(here or [(where.rollout, where.chunk, where.branch)], i)
                 final[where.rollout] = where.chunk
         ends = {key: i for key, i in last.items() if writes == "last_step" or key[1] != final[key[0]]}
         for (_, _, branch), i in ends.items():
@@ -194,7 +197,7 @@ class CallChecks:
                 f"kv_writes={self.adapter.kv_writes!r}: is it a commit pass?"
             )
         self._forget()
-        return "no denoise pass writes"
+        return "no later pass reads what a denoise pass wrote"
 
     def _written(self, run: Run, call: int) -> list[str]:
         """Tensors among the arguments that a call wrote to, but for what enters block 0, which may write over it."""

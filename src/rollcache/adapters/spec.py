@@ -84,13 +84,15 @@ class BlockIO:
 
     def misfit(self, args: Args, kwargs: Kwargs, output: Any) -> str:
         """What is wrong with the form of an output, in view of what the block was called with; empty if nothing is."""
-        if self.returns == "hidden" and isinstance(output, tuple | list):
-            given = _argument(self.hidden, args, kwargs)
-            if isinstance(given, Tensor):
-                return (
-                    f"takes a tensor and returns {_name(output)}: describe it with "
-                    "BlockIO(returns='hidden, aux', aux='last'), or with an encoder stream."
-                )
+        if not isinstance(output, tuple | list) or not isinstance(_argument(self.hidden, args, kwargs), Tensor):
+            return ""
+        if self.returns == "hidden" and type(output) is tuple:
+            return (
+                f"takes a tensor and returns {_name(output)}: describe it with "
+                "BlockIO(returns='hidden, aux', aux='last'), or with an encoder stream."
+            )
+        if self.returns in ("hidden", "hidden, aux") and type(output) is not tuple:
+            return f"takes a tensor and returns {_name(output)}: only a tensor or a plain tuple can be repeated."
         return ""
 
     def aside(self, output: Any) -> Any:

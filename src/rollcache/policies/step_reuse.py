@@ -12,7 +12,7 @@ spread over noise levels, and not over step indices, is measured here (docs/step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,8 @@ class StepReuse:
         check_count("order", self.order)
         if self.order > 2:
             raise ValueError(f"order must be 0, 1 or 2, got {self.order}.")
+        if not isinstance(self.anchors, Iterable):
+            raise TypeError(f"anchors are the steps that are computed, such as (0, 2), got {self.anchors!r}.")
         object.__setattr__(self, "anchors", tuple(self.anchors))
         for anchor in self.anchors:
             check_count("an anchor", anchor)
