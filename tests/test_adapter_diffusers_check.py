@@ -5,7 +5,6 @@ Branches have no names in these loops, the first one called is the conditional o
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from street_doubles import random_codec
+from test_benchmarks import script
 from torch import Tensor
 
 pytest.importorskip("transformers", reason="the pipelines of diffusers need it: pip install 'rollcache[diffusers]'")
@@ -45,13 +45,7 @@ OURS = list(FAMILIES)[5:]
 
 @pytest.fixture(scope="module")
 def benchmark() -> Any:
-    path = Path(__file__).parent.parent / "benchmarks" / "adapters.py"
-    spec = importlib.util.spec_from_file_location("benchmark_adapters", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["benchmark_adapters"] = module
-    spec.loader.exec_module(module)
-    return module
+    return script("adapters")
 
 
 def test_every_family_is_checked(benchmark: Any) -> None:

@@ -135,7 +135,7 @@ class Cache:
             return False
         state, decisions = found
         state.skip(at.chunk)
-        if self._engine.adapter.kv_writes in ("every_forward", "last_step"):
+        if self._engine.adapter.denoising_writes:
             state.dirty.update(cell.branch for cell, _ in decisions)
         self.trace.chunks += 1
         for cell, decision in decisions:

@@ -124,8 +124,8 @@ class Engine:
         self._hooks: list[Hook] = []
         try:
             for index, block in enumerate(self.blocks):
-                self._hooks.append(Hook(block, self._block_runner(index), self))
-            self._hooks.append(Hook(model, self._forward, self))
+                self._hooks.append(Hook(block, self._block_runner(index)))
+            self._hooks.append(Hook(model, self._forward))
         except BaseException:
             self.remove()
             raise

@@ -20,12 +20,11 @@ class Hook:
     others copy that of what they wrap, and would hold the engine.
     """
 
-    __slots__ = ("__weakref__", "_run", "_state", "module", "original", "own", "owner")
+    __slots__ = ("__weakref__", "_run", "_state", "module", "original", "own")
 
-    def __init__(self, module: nn.Module, run: Callable[[Callable[..., Any], Any, Any], Any], owner: object) -> None:
+    def __init__(self, module: nn.Module, run: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
         """Install on `module`; `run(original, args, kwargs)` is called in its place."""
         self.module = module
-        self.owner = owner
         self.original = module.forward
         self.own = vars(module).get("forward")
         self._run: Callable[[Callable[..., Any], Any, Any], Any] | None = run

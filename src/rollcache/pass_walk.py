@@ -61,7 +61,7 @@ class PassWalk:
 
     def _left_out(self) -> None:
         """Blocks of this pass were not run: the K/V that they would have written is missing."""
-        if self.engine.adapter.kv_writes in ("every_forward", "last_step") and not self.where.kv_write:
+        if self.engine.adapter.denoising_writes and not self.where.kv_write:
             self.rollout.dirty.add(self.where.branch)
 
     def _remember(self, index: int, output: Any) -> None:

@@ -187,7 +187,7 @@ class CallChecks:
             if more and returned[here]:
                 raise Failed(f"call {i} ({said(where)}) returns more than those before: is it a commit pass?")
             returned[here] |= more
-        if self.adapter.kv_writes in ("every_forward", "last_step"):
+        if self.adapter.denoising_writes:
             seen = written or any(map(self._left, self._skippable()))
             return "denoise passes write K/V, as declared" if seen else "no denoise pass was seen to write K/V"
         if written:

@@ -247,6 +247,11 @@ class Adapter:
     def __post_init__(self) -> None:
         check_choice("Adapter.kv_writes", self.kv_writes, KVWrites)
 
+    @property
+    def denoising_writes(self) -> bool:
+        """Whether denoise passes write K/V, so that a block that is left out leaves old ones in its slot."""
+        return self.kv_writes in ("every_forward", "last_step")
+
     def required(self, blocks: Sequence[nn.Module]) -> frozenset[int]:
         """Indices of the blocks that are always computed, all from 0.
 

@@ -40,7 +40,7 @@ class Splice:
         self.left: Tensor | None = None
 
     def __enter__(self) -> Splice:
-        self._hooks = [Hook(block, self._runner(i), self) for i, block in enumerate(self._blocks)]
+        self._hooks = [Hook(block, self._runner(i)) for i, block in enumerate(self._blocks)]
         return self
 
     def __exit__(self, *_: object) -> None:
